@@ -1,0 +1,9 @@
+"""What may be chosen: typed configuration, without torch.
+
+The pydantic models in this package are the only home of defaults and of the documentation of each leaf. Hydra composes
+(`compose.py`), pydantic types, `validate.py` checks what spans several leaves.
+"""
+
+from rlhf_megatron.config.compose import get_config
+
+__all__ = ["get_config"]

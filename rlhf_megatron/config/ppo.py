@@ -1,0 +1,47 @@
+"""The whole configuration of a PPO run, and of a supervised fine-tuning run."""
+
+from rlhf_megatron.config.algorithm import AlgorithmConfig
+from rlhf_megatron.config.base import Node
+from rlhf_megatron.config.data import DataConfig, SFTDataConfig
+from rlhf_megatron.config.reward import RewardConfig
+from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, ModelConfig, OptimConfig, RefConfig
+from rlhf_megatron.config.rollout import RolloutConfig
+from rlhf_megatron.config.trainer import TrainerConfig
+
+
+class PPOConfig(Node):
+    """Online RL: one node per role, then the algorithm, the data and the loop."""
+
+    model: ModelConfig
+    """The policy's model."""
+    actor: ActorConfig
+    """The policy that is trained."""
+    critic: CriticConfig
+    """The value function."""
+    ref: RefConfig
+    """The frozen reference policy."""
+    rollout: RolloutConfig
+    """Generation."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """From rewards to advantages."""
+    data: DataConfig
+    """Prompts."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The loop."""
+
+
+class SFTConfig(Node):
+    """Supervised fine-tuning on the same engine."""
+
+    model: ModelConfig
+    """The model that is trained."""
+    megatron: MegatronConfig
+    """Parallel layout and Megatron settings."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    data: SFTDataConfig
+    """Prompt and answer pairs."""
+    trainer: TrainerConfig = TrainerConfig(experiment_name="sft")
+    """The loop; RL-only leaves have no effect here and must keep their defaults."""

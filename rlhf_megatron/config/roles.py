@@ -1,0 +1,143 @@
+"""Configuration of the trained and scored models: one node per role, each with its own parallel layout."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from rlhf_megatron.config.base import Node
+
+LossAggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean-token-sum-norm-mean"
+]
+
+
+class ModelConfig(Node):
+    """The policy's model: actor, reference and rollout share it."""
+
+    path: str
+    """HuggingFace folder with config.json and safetensors."""
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer; the model's own folder when null."""
+    trust_remote_code: bool = False
+    """Whether code carried by the model's folder may run. Off unless asked for."""
+    allow_unexpected: list[str] = []
+    """Names (fnmatch patterns) of tensors in the files that may be ignored; any other unexpected tensor refuses."""
+
+
+class RoleModelConfig(Node):
+    """The model of a role that may differ from the policy's."""
+
+    path: str | None = None
+    """HuggingFace folder; `model.path` when null."""
+    allow_unexpected: list[str] = ["lm_head.weight"]
+    """Names (fnmatch patterns) of tensors in the files that may be ignored."""
+
+
+class MegatronConfig(Node):
+    """Parallel layout and Megatron-Core settings of one role."""
+
+    tensor_model_parallel_size: PositiveInt
+    """Ranks that share each layer's matrices. No default: a layout is a decision."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Model chunks per stage (interleaved schedule)."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share each expert's matrices; `tensor_model_parallel_size` when null."""
+    sequence_parallel: bool = True
+    """Whether norms and dropout are split along the sequence over the tensor-parallel ranks (no effect at 1)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of parameters and activations; bfloat16 keeps fp32 master weights in the optimizer."""
+    transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
+    """Layer kernels: Transformer Engine when present (auto), or plain torch."""
+    use_distributed_optimizer: bool = True
+    """Whether optimizer state is divided over the data-parallel ranks."""
+
+
+class OptimConfig(Node):
+    """Adam and its learning-rate schedule."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Adam's denominator term."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, not applied to biases and norms."""
+    clip_grad: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from zero, counted in the total."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up."""
+    lr_decay_steps: PositiveInt | None = None
+    """Optimizer steps, warm-up included, at which `min_lr` is reached; needed unless constant."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+
+
+class TrainedRole(Node):
+    """What the actor and the critic have in common."""
+
+    megatron: MegatronConfig
+    """Parallel layout and Megatron settings."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    ppo_mini_batch_size: PositiveInt = 256
+    """Prompts per optimizer step, over all ranks (each counts `rollout.n` samples)."""
+    ppo_micro_batch_size_per_gpu: PositiveInt = 8
+    """Samples per forward and backward pass on one rank. Changes memory and speed, never the result."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each step's samples."""
+    shuffle: bool = False
+    """Whether the samples are permuted before they are cut into mini-batches."""
+    data_loader_seed: NonNegativeInt = 42
+    """Seed of that permutation, together with step and epoch."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses become one number."""
+
+
+class ActorConfig(TrainedRole):
+    """The policy that is trained."""
+
+    clip_ratio: PositiveFloat = 0.2
+    """PPO's clip range, used for each side that is not set below."""
+    clip_ratio_low: PositiveFloat | None = None
+    """Lower clip range; `clip_ratio` when null."""
+    clip_ratio_high: PositiveFloat | None = None
+    """Upper clip range; `clip_ratio` when null."""
+    clip_ratio_c: float = Field(default=3.0, gt=1.0)
+    """Dual-clip bound of the loss for negative advantages."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Whether KL to the reference is a term of the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of that term."""
+    kl_loss_type: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimator of that term."""
+
+
+class CriticConfig(TrainedRole):
+    """The value function."""
+
+    model: RoleModelConfig = RoleModelConfig()
+    """Weights that the critic starts from; its scalar head is new unless the folder has one."""
+    cliprange_value: PositiveFloat = 0.5
+    """Largest move of a value away from the one at rollout time that the loss still rewards."""
+    forward_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Samples per forward-only pass on one rank; the training micro-batch when null."""
+
+
+class RefConfig(Node):
+    """The frozen reference policy."""
+
+    megatron: MegatronConfig
+    """Parallel layout and Megatron settings."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt = 8
+    """Samples per forward pass on one rank."""

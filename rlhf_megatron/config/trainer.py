@@ -1,0 +1,59 @@
+"""Configuration of the loop, the machines and what is recorded."""
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from rlhf_megatron.config.base import Node
+
+
+class GatesConfig(Node):
+    """Exactness gates: always measured, and an error past the threshold."""
+
+    first_step_kl: PositiveFloat = 1e-3
+    """Largest |mean KL| between actor and reference at the first step, when both have the same weights."""
+    rollout_log_prob_diff_mean: PositiveFloat = 0.1
+    """Largest mean |rollout - trainer| log-prob per token."""
+    rollout_log_prob_diff_max: PositiveFloat = 5.0
+    """Largest |rollout - trainer| log-prob of any token."""
+
+
+class TrainerConfig(Node):
+    """The loop."""
+
+    nnodes: PositiveInt = 1
+    """Nodes."""
+    n_gpus_per_node: PositiveInt = 8
+    """Ranks per node (on CPU too)."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where tensors live; auto takes CUDA when there is one."""
+    seed: NonNegativeInt = 42
+    """Seed of new parameters and dropout."""
+    project_name: str = "rlhf_megatron"
+    """Name of the group of runs."""
+    experiment_name: str = "ppo"
+    """Name of the run."""
+    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    """Folder of everything the run leaves."""
+    total_epochs: PositiveInt = 1
+    """Passes over the training set."""
+    total_training_steps: PositiveInt | None = None
+    """Steps; ends the run before or after `total_epochs` when set."""
+    critic_warmup: NonNegativeInt = 0
+    """First steps in which only the critic is trained."""
+    val_before_train: bool = True
+    """Whether to validate before the first step."""
+    test_freq: int = -1
+    """Steps between validations; -1 is never, but the last step always validates when there is a validation set."""
+    logger: list[Literal["console", "tensorboard", "csv", "jsonl"]] = ["console", "tensorboard", "csv", "jsonl"]
+    """Where metrics and samples go."""
+    log_samples: NonNegativeInt = 8
+    """Samples (prompt, response, score) written per step."""
+    max_nonfinite_steps: PositiveInt = 3
+    """Optimizer steps in a row with a non-finite gradient that are skipped before the job stops."""
+    collective_timeout_s: PositiveFloat = 1800.0
+    """Time limit of one collective operation, in seconds."""
+    export_hf: bool = True
+    """Whether the trained policy is written as a HuggingFace folder at the end."""
+    gates: GatesConfig = GatesConfig()
+    """Exactness gates."""
