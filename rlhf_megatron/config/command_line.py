@@ -1,0 +1,92 @@
+"""The command line that all entries share: compose, validate, and say what is wrong without a traceback."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, overload
+
+from rlhf_megatron.config.compose import SCHEMAS, compose_mapping, config_dir, experiments
+from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
+from rlhf_megatron.config.schema import leaves
+from rlhf_megatron.config.validate import validate_mapping
+from rlhf_megatron.errors import ConfigError, Violation
+
+EXIT_BAD_CONFIG = 2
+"""Exit status of a command whose configuration is broken."""
+
+
+@overload
+def main_config(argv: Sequence[str], config_name: Literal["ppo"]) -> PPOConfig: ...
+@overload
+def main_config(argv: Sequence[str], config_name: Literal["sft"]) -> SFTConfig: ...
+def main_config(argv: Sequence[str], config_name: str) -> Any:
+    """Return the configuration that a command line asks for, or end the program.
+
+    ``--help`` prints the keys and ends with 0; ``--cfg`` prints the whole configuration, defaults included, and ends
+    with 0; a broken configuration is printed to stderr and ends with 2.
+
+    Args:
+        argv: Arguments without the program's name: overrides in Hydra's syntax, and the options above.
+        config_name: Root file, ``"ppo"`` or ``"sft"``.
+    """
+    flags = [a for a in argv if a.startswith("-")]
+    # `--cfg job` is how Hydra's own command line spells it.
+    overrides = [a for i, a in enumerate(argv) if not a.startswith("-") and not (a == "job" and argv[i - 1] == "--cfg")]
+    if "--help" in flags or "-h" in flags:
+        print(help_text(config_name))
+        raise SystemExit(0)
+    unknown = [
+        Violation(flag, flag, "is not an option.", "Options are --help and --cfg; settings are written key=value.")
+        for flag in flags
+        if flag != "--cfg"
+    ]
+    composed = compose_mapping(config_name, overrides)
+    try:
+        config = validate_mapping(
+            composed.mapping, SCHEMAS[config_name], check_files=True, earlier=[*unknown, *composed.violations]
+        )
+    except ConfigError as error:
+        if "--cfg" in flags:
+            print(to_yaml(composed.mapping))
+        _refuse(error)
+    if "--cfg" in flags:
+        print(to_yaml(config.model_dump(mode="json")))
+        raise SystemExit(0)
+    return config
+
+
+def _refuse(error: ConfigError) -> NoReturn:
+    """Print once per node; the other ranks wait a moment, since the launcher ends all at the first exit."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(f"{error}\nNothing was started.", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)
+    raise SystemExit(EXIT_BAD_CONFIG)
+
+
+def to_yaml(mapping: dict[str, Any]) -> str:
+    """Write nested plain values as YAML, in the order of the schema."""
+    import yaml
+
+    return yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def help_text(config_name: str) -> str:
+    """Return the usage, the experiments, the groups, and every key with its type, default and meaning."""
+    lines = [
+        f"usage: python -m rlhf_megatron.train_{config_name} [experiment=NAME] [GROUP@NODE=OPTION ...] [KEY=VALUE ...]",
+        "",
+        "  --help   this text",
+        "  --cfg    print the whole configuration, defaults included, and end",
+        "",
+        f"experiments: {', '.join(experiments(config_name))}",
+        f"groups (in {config_dir()}):",
+    ]
+    for folder in sorted(p for p in config_dir().iterdir() if p.is_dir() and p.name != "experiment"):
+        lines.append(f"  {folder.name}: {', '.join(sorted(f.stem for f in folder.glob('*.yaml')))}")
+    lines += ["", "keys:"]
+    for leaf in leaves(SCHEMAS[config_name]):
+        lines.append(f"  {leaf.path}: {leaf.type_name} = {leaf.default}")
+        lines.append(f"      {leaf.field.description}")
+    return "\n".join(lines)

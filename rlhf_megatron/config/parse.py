@@ -1,0 +1,185 @@
+"""From a plain mapping to the typed configuration: every type error, missing and unknown key as a `Violation`.
+
+pydantic decides; this file only words its findings the way a user can act on, and makes sure that a missing node names
+the leaves that are missing in it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rlhf_megatron.config.base import Node
+from rlhf_megatron.config.schema import describe_type, find_field, leaves, node_type, suggest
+from rlhf_megatron.errors import Violation
+
+Schema = TypeVar("Schema", bound=Node)
+
+MISSING = "(missing)"
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_STAND_IN: dict[type, object] = {int: 1, float: 1.0, str: "?", list: ["?"]}
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[Schema]):
+    """What became of a mapping.
+
+    Attributes:
+        config: The typed configuration. Where there are violations, the leaves named in `tainted` hold a default or a
+            stand-in and must not be looked at; None when not even that was possible.
+        violations: What pydantic found.
+        tainted: Paths of the leaves that were missing or wrong.
+    """
+
+    config: Schema | None
+    violations: tuple[Violation, ...]
+    tainted: frozenset[str]
+
+
+def parse(mapping: Mapping[str, object], schema: type[Schema]) -> Parsed[Schema]:
+    """Validate a mapping against a schema.
+
+    Args:
+        mapping: Nested plain values, interpolations already resolved.
+        schema: Root model.
+    """
+    filled = _fill(dict(mapping), schema)
+    _resolve_defaults(filled, schema)
+    booleans = tuple(_booleans(filled, schema, ""))
+    try:
+        config = schema.model_validate(filled)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        violations = booleans + tuple(v for d in details for v in _violations(d, schema))
+        paths = [".".join(str(part) for part in d["loc"]) for d in details]
+        tainted = {v.key for v in booleans} | {_leaf_of(schema, path) for path in paths}
+        return Parsed(_repaired(filled, schema, tainted), violations, frozenset(tainted))
+    return Parsed(config, booleans, frozenset(v.key for v in booleans))
+
+
+def _fill(mapping: dict[str, Any], schema: type[Node]) -> dict[str, Any]:
+    """Give absent or empty nodes an empty mapping where the schema needs one, so that their own leaves are named."""
+    result = dict(mapping)
+    for name, field in schema.model_fields.items():
+        child = node_type(field.annotation)
+        if child is None:
+            continue
+        value = result.get(name)
+        if isinstance(value, Mapping):
+            result[name] = _fill(dict(value), child)
+        elif (name not in result and field.is_required()) or (name in result and value is None):
+            result[name] = _fill({}, child)
+    return result
+
+
+def _resolve_defaults(filled: dict[str, Any], schema: type[Node]) -> None:
+    """Put in the defaults that refer to other leaves (`${trainer.experiment_name}`), which only the schema holds."""
+    defaults = {leaf.path: leaf.default for leaf in leaves(schema)}
+    for path, default in defaults.items():
+        if not isinstance(default, str) or "${" not in default or _get(filled, path) is not None:
+            continue
+
+        def value_of(match: re.Match[str]) -> str:
+            given = _get(filled, match.group(1))
+            return str(defaults[match.group(1)] if given is None else given)
+
+        parent, _, name = path.rpartition(".")
+        node = filled
+        for part in parent.split("."):
+            node = node.setdefault(part, {})
+        if isinstance(node, dict):
+            node[name] = _REFERENCE.sub(value_of, default)
+
+
+def _get(mapping: Mapping[str, Any], path: str) -> Any:
+    node: Any = mapping
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _booleans(mapping: Mapping[str, Any], schema: type[Node], prefix: str) -> list[Violation]:
+    """Numbers given as true or false: pydantic would take them for 1 and 0."""
+    found = []
+    for name, field in schema.model_fields.items():
+        value, child = mapping.get(name), node_type(field.annotation)
+        if child is not None and isinstance(value, Mapping):
+            found += _booleans(value, child, f"{prefix}{name}.")
+        elif child is None and isinstance(value, bool):
+            wanted = describe_type(field.annotation, field.metadata)
+            if wanted.startswith(("int", "float")):
+                found.append(Violation(prefix + name, value, f"must be {wanted}.", "Give a number."))
+    return found
+
+
+def _violations(detail: ErrorDetails, schema: type[Node]) -> list[Violation]:
+    path = ".".join(str(part) for part in detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    field = find_field(schema, _leaf_of(schema, path))
+    wanted = describe_type(field.annotation, field.metadata) if field else ""
+    if kind == "missing":
+        return [Violation(path, MISSING, f"is needed ({wanted}).", f"Set it: {path}=...{_doc(field)}")]
+    if kind == "extra_forbidden":
+        return [
+            Violation(key, leaf, "is not a known key.", suggest(schema, key)) for key, leaf in _flatten(path, value)
+        ]
+    if field is not None and (child := node_type(field.annotation)) is not None:
+        return [Violation(path, value, "must be a node with keys of its own.", f"It has: {', '.join(child.model_fields)}.")]
+    return [Violation(path, value, f"must be {wanted}; {detail['msg'][:1].lower()}{detail['msg'][1:]}.", _fix(path, value, wanted))]
+
+
+def _fix(path: str, value: object, wanted: str) -> str:
+    if wanted.startswith("[") and not isinstance(value, list):
+        return f"Write a list: {path}=[{value}]."
+    if wanted.startswith("text") and isinstance(value, int | float):
+        return f"Quote it: {path}=\"'{value}'\"."
+    if isinstance(value, str) and "|" in wanted and "null" not in wanted:
+        import difflib
+
+        close = difflib.get_close_matches(value, wanted.split("|"), n=1)
+        return f"Did you mean {path}={close[0]}?" if close else f"Choose one of: {', '.join(wanted.split('|'))}."
+    return f"Change it: {path}=..."
+
+
+def _doc(field: Any) -> str:
+    return f" ({field.description})" if field is not None and field.description else ""
+
+
+def _flatten(path: str, value: object) -> list[tuple[str, object]]:
+    """Name the leaves of an unknown node one by one: a whole tree of another program's keys then gets its answers."""
+    if isinstance(value, Mapping) and value:
+        return [pair for key, child in value.items() for pair in _flatten(f"{path}.{key}", child)]
+    return [(path, value)]
+
+
+def _leaf_of(schema: type[Node], path: str) -> str:
+    """The setting that an error location belongs to: the location may go on into a list or a union member."""
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        field = find_field(schema, ".".join(parts[:end]))
+        if field is None or node_type(field.annotation) is None:
+            return ".".join(parts[:end])
+    return path
+
+
+def _repaired(filled: dict[str, Any], schema: type[Schema], tainted: set[str]) -> Schema | None:
+    """A configuration with defaults or stand-ins for what was wrong, so that the other rules can still be checked."""
+    for path in tainted:
+        parent, _, name = path.rpartition(".")
+        node = _get(filled, parent) if parent else filled
+        if isinstance(node, dict):
+            node.pop(name, None)
+    for leaf in leaves(schema):
+        if leaf.path in tainted and leaf.field.is_required():
+            parent, _, name = leaf.path.rpartition(".")
+            node = _get(filled, parent) if parent else filled
+            if isinstance(node, dict):
+                base = getattr(leaf.field.annotation, "__origin__", leaf.field.annotation)
+                node[name] = _STAND_IN.get(base)  # pyright: ignore[reportArgumentType]
+    try:
+        return schema.model_validate(_fill(filled, schema))
+    except ValidationError:
+        return None

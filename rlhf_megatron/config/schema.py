@@ -1,0 +1,154 @@
+"""Questions about the schema itself: which leaves there are, what they say, which one a wrong key was meant to be."""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic.fields import FieldInfo
+
+from rlhf_megatron.config.base import Node
+
+CLOSE = 0.8
+"""Similarity above which a sibling's name is taken for a typing mistake (difflib ratio)."""
+NEAR = 0.6
+"""Similarity above which a name is still worth suggesting."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One setting of the schema.
+
+    Attributes:
+        path: Dotted path.
+        field: pydantic's description of it.
+    """
+
+    path: str
+    field: FieldInfo
+
+    @property
+    def type_name(self) -> str:
+        """Its type as a reader would write it, for example ``int >= 1 | null``."""
+        return describe_type(self.field.annotation, self.field.metadata)
+
+    @property
+    def default(self) -> object:
+        """Its default; `required` when there is none."""
+        return "required" if self.field.is_required() else self.field.get_default(call_default_factory=True)
+
+
+def node_type(annotation: object) -> type[Node] | None:
+    """Return the node class that a field is annotated with, or None when the field is a leaf."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
+
+
+def leaves(schema: type[Node], prefix: str = "") -> Iterator[Leaf]:
+    """Yield every leaf of a schema, in the order it was written."""
+    for name, field in schema.model_fields.items():
+        child = node_type(field.annotation)
+        if child is None:
+            yield Leaf(prefix + name, field)
+        else:
+            yield from leaves(child, f"{prefix}{name}.")
+
+
+def find_node(schema: type[Node], path: str) -> type[Node] | None:
+    """Return the node class at a dotted path ('' is the root), or None when there is no node there."""
+    node: type[Node] | None = schema
+    for name in filter(None, path.split(".")):
+        field = node.model_fields.get(name) if node else None
+        node = node_type(field.annotation) if field else None
+    return node
+
+
+def find_field(schema: type[Node], path: str) -> FieldInfo | None:
+    """Return the field at a dotted path, or None."""
+    parent, _, name = path.rpartition(".")
+    node = find_node(schema, parent)
+    return node.model_fields.get(name) if node else None
+
+
+def describe_type(annotation: object, metadata: typing.Sequence[object] = ()) -> str:
+    """Write a type the way a user thinks of it: choices spelled out, bounds shown, None as null."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return describe_type(args[0], args[1:])
+    if origin is typing.Literal:
+        return "|".join(str(a) for a in args)
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(describe_type(a) for a in args)
+    if origin in (list, tuple):
+        return f"[{', '.join(describe_type(a) for a in args)}{', ...' if origin is list else ''}]"
+    if origin is dict:
+        return "{key: value, ...}"
+    name = {type(None): "null", str: "text", bool: "true|false"}.get(typing.cast(type, annotation))
+    return (name or getattr(annotation, "__name__", str(annotation))) + _bounds(metadata)
+
+
+def _bounds(metadata: typing.Sequence[object]) -> str:
+    found: list[str] = []
+    for item in metadata:
+        for constraint in [item, *getattr(item, "metadata", ())]:
+            for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+                bound = getattr(constraint, attribute, None)
+                if bound is not None:
+                    found.append(f"{sign} {bound}")
+    return f" {', '.join(found)}" if found else ""
+
+
+def suggest(schema: type[Node], path: str) -> str:
+    """Say what to do about an unknown key.
+
+    A sibling's misspelt name comes first, then the same name in another node, then whatever is similar, then the list
+    of what is valid there.
+    """
+    parent, _, name = path.rpartition(".")
+    siblings = _names_at(schema, parent)
+    dot = f"{parent}." if parent else ""
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=CLOSE)
+    if close:
+        return f"Did you mean '{dot}{close[0]}'?"
+    elsewhere = _same_name(schema, path)
+    if elsewhere:
+        return f"Did you mean {_either(elsewhere[:2])}?"
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=NEAR)
+    if near:
+        return f"Did you mean '{dot}{near[0]}'?"
+    last_names = {leaf.path.rpartition(".")[2] for leaf in leaves(schema)}
+    for guess in difflib.get_close_matches(name, sorted(last_names), n=1, cutoff=CLOSE):
+        return f"Did you mean {_either(_same_name(schema, f'{dot}{guess}')[:2])}?"
+    if siblings:
+        return f"Remove it; '{parent or 'the top level'}' has: {', '.join(siblings)}."
+    return f"Remove it; the top level has: {', '.join(schema.model_fields)}."
+
+
+def _names_at(schema: type[Node], path: str) -> list[str]:
+    node = find_node(schema, path)
+    return list(node.model_fields) if node else []
+
+
+def _same_name(schema: type[Node], path: str) -> list[str]:
+    """Paths of the schema that end in the same name, the most similar first (longest common end, then beginning)."""
+    wanted = path.split(".")
+
+    def likeness(candidate: str) -> tuple[int, int]:
+        have = candidate.split(".")
+        return _common(reversed(wanted), reversed(have)), _common(wanted, have)
+
+    found = [leaf.path for leaf in leaves(schema) if leaf.path.rpartition(".")[2] == wanted[-1] and leaf.path != path]
+    return sorted(found, key=likeness, reverse=True)
+
+
+def _common(left: typing.Iterable[str], right: typing.Iterable[str]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _either(paths: list[str]) -> str:
+    return " or ".join(f"'{p}'" for p in paths)
