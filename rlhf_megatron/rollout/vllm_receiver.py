@@ -1,0 +1,209 @@
+"""The part that runs inside vLLM: its end of the weight transfer, and its worker class on CPU.
+
+Importing this file imports vLLM, and registers the receiver at vLLM's own extension point for weight updates; only
+:mod:`rlhf_megatron.rollout.vllm_engine` imports it, when it builds an engine.
+
+vLLM's layer-wise reload does the work: it buffers the tensors of a layer until the layer is complete, then copies them
+into fused parameters, runs vLLM's post-processing (packing on CPU, quantisation on GPU) and writes the result into the
+storage that captured graphs already know.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rlhf_megatron.errors import WeightError
+
+BACKEND = "rlhf_megatron_stream"
+"""Name of the receiver in vLLM's registry."""
+
+JOB_IDENTITY = "rlhf_megatron_job"
+"""Key of vLLM's ``additional_config`` that holds a name unique to this job."""
+
+_MAX_NAMED = 8
+
+
+@dataclass
+class StreamInitInfo(WeightTransferInitInfo):
+    """Nothing has to be set up: the tensors are in this process."""
+
+
+@dataclass
+class StreamUpdateInfo(WeightTransferUpdateInfo):
+    """One step of an update.
+
+    Attributes:
+        weights: (name as in the HuggingFace checkpoint, full tensor) pairs; may be overwritten by their owner after
+            the call.
+        complete: All weights have been sent: check that nothing is missing.
+        abandon: The sender failed: give up what is half loaded.
+    """
+
+    weights: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    complete: bool = False
+    abandon: bool = False
+
+
+class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
+    """Loads a stream of full, HuggingFace-named tensors into vLLM's model.
+
+    Memory above vLLM's own weights: :attr:`deferred_bytes` (tensors of layers that are not complete yet; with a stream
+    in layer order less than the tensors of one fused parameter, for example q and k of one layer) and, while a layer is
+    being finished, that layer's local shard once more unpacked and once packed.
+    """
+
+    init_info_cls = StreamInitInfo
+    update_info_cls = StreamUpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.deferred_bytes = 0
+        # Per layer, how many of the waiting tensors are copies already.
+        self._owned: dict[torch.nn.Module, int] = {}
+
+    def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Put every layer in the state in which it waits for its weights."""
+        self._forget_deferred()
+        initialize_layerwise_reload(self.model)
+        for layer in self.model.modules():
+            # Rows that pad the vocabulary never arrive; without this the layer, and the full tensors of embedding and
+            # head, would wait for them until the end of the stream.
+            if isinstance(layer, VocabParallelEmbedding):
+                rows = layer.shard_indices.num_org_elements
+                layer.weight.weight_loader_numel = rows * layer.weight.shape[1]
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket; a failure leaves every layer runnable but with mixed old and new weights.
+
+        Raises:
+            WeightError: vLLM refused a tensor, or (``complete``) parameters were not written.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: StreamUpdateInfo) -> None:
+        """See :meth:`update_weights`."""
+        if update_info.abandon:
+            self._abandon()
+            return
+        try:
+            if update_info.weights:
+                self._load(update_info.weights)
+            if update_info.complete:
+                self._check_complete()
+        except Exception:
+            self._abandon()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Post-process layers without weights of their own (attention)."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._forget_deferred()
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        try:
+            self.model.load_weights(weights)  # type: ignore[operator]
+        except Exception as error:
+            names = ", ".join(name for name, _ in weights[:_MAX_NAMED])
+            raise WeightError(
+                f"vLLM refused a tensor of the bucket {{{names}{', ...' if len(weights) > _MAX_NAMED else ''}}}: "
+                f"{type(error).__name__}: {error}. Names and shapes must be those of the HuggingFace checkpoint of "
+                f"{type(self.model).__name__}."
+            ) from error
+        self._own_deferred()
+
+    def _own_deferred(self) -> None:
+        """Copy what vLLM still waits with, so that the sender may free or reuse its bucket."""
+        total = 0
+        for layer in self.model.modules():
+            waiting = get_layerwise_info(layer).loaded_weights
+            owned = self._owned.get(layer, 0)
+            for position, (_, bound) in enumerate(waiting):
+                for key, value in bound.arguments.items():
+                    if key == "param" or not isinstance(value, torch.Tensor):
+                        continue
+                    if position >= owned:
+                        bound.arguments[key] = value.clone()
+                    total += value.nbytes
+            self._owned[layer] = len(waiting)
+        self.deferred_bytes = total
+
+    def _check_complete(self) -> None:
+        missing = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or is_deferred_attention_layer(layer):
+                continue
+            needed = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
+            if info.load_numel < needed:
+                missing.append(f"{name}: {info.load_numel} of {needed} elements ({_parameter_names(layer)})")
+        if missing:
+            shown = "\n  ".join(missing[:_MAX_NAMED])
+            more = f"\n  and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            raise WeightError(
+                f"Weight sync left {len(missing)} vLLM layers incomplete; the stream must hold every tensor of the "
+                f"HuggingFace checkpoint once:\n  {shown}{more}"
+            )
+
+    def _abandon(self) -> None:
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+                info.reset()
+        self._forget_deferred()
+
+    def _forget_deferred(self) -> None:
+        self.deferred_bytes = 0
+        self._owned.clear()
+
+
+class CPUReplicaWorker(CPUWorker):
+    """vLLM's CPU worker with a shared-memory name of its own job.
+
+    vLLM derives the name of the shared memory in which tensor-parallel ranks meet from the init method; with an
+    external launcher that is ``env://`` for every job, so that two jobs on one machine would meet in the same memory.
+    ``torch.distributed`` is initialised already, so the init method serves for nothing else.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        identity = vllm_config.additional_config[JOB_IDENTITY]
+        super().__init__(vllm_config, local_rank, rank, f"env://:{identity}", is_driver_worker=is_driver_worker)
+
+
+def _parameter_names(layer: torch.nn.Module) -> str:
+    return ", ".join(name for name, _ in layer.named_parameters(recurse=False))
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, StreamReceiver)
