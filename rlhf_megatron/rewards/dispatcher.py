@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 
 from rlhf_megatron.rewards import builtin, framing
 from rlhf_megatron.rewards.function import Outcome
-from rlhf_megatron.rewards.worker import PoolSetup, ignore_termination, serve, set_process_option
+from rlhf_megatron.rewards.worker_process import PoolSetup, ignore_termination, serve, set_process_option
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PARENT_CHECK_S = 1.0

@@ -12,7 +12,7 @@ from rlhf_megatron.config.reward import RewardConfig
 from rlhf_megatron.errors import RewardError
 from rlhf_megatron.rewards.function import Outcome, RewardSample, call
 from rlhf_megatron.rewards.pool import RewardPool
-from rlhf_megatron.rewards.worker import resolve
+from rlhf_megatron.rewards.worker_process import resolve
 
 _LOGGER = logging.getLogger(__name__)
 _SHOWN_ERRORS = 3

@@ -18,7 +18,7 @@ from rlhf_megatron.config.reward import RewardConfig
 from rlhf_megatron.errors import RewardError
 from rlhf_megatron.rewards import framing
 from rlhf_megatron.rewards.function import Outcome, RewardSample, check_custom_file, user_traceback
-from rlhf_megatron.rewards.worker import PoolSetup
+from rlhf_megatron.rewards.worker_process import PoolSetup
 
 LOAD_TIMEOUT_S = 300.0
 """Limit of loading the reward function in a worker; not configurable, since only a hang takes this long."""
@@ -35,8 +35,24 @@ main(boot["descriptor"], boot["setup"])
 # A reward function that starts a process group (or a library that starts one unasked because these are set) would join
 # the trainer's rendezvous as a second process of this rank.
 RANK_VARIABLES = frozenset(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
-    "MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS SLURM_NPROCS".split()
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+    ]
 )
 RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_", "NCCL_ASYNC_", "OMPI_", "PMI_", "PMIX_", "VLLM_DP_")
 
@@ -44,7 +60,7 @@ RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_", "NCCL_ASYNC_", "
 def worker_environment() -> dict[str, str]:
     """This process's environment without what makes it a rank; one thread per library, as many processes share a node."""
     kept = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and not k.startswith(RANK_PREFIXES)}
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return threads | kept
 
 
