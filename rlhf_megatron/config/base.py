@@ -11,5 +11,10 @@ class Node(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
     )

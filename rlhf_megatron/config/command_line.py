@@ -44,7 +44,11 @@ def main_config(argv: Sequence[str], config_name: str) -> Any:
     composed = compose_mapping(config_name, overrides)
     try:
         config = validate_mapping(
-            composed.mapping, SCHEMAS[config_name], check_files=True, earlier=[*unknown, *composed.violations]
+            composed.mapping,
+            SCHEMAS[config_name],
+            check_files="--cfg" not in flags,
+            earlier=[*unknown, *composed.violations],
+            started_ranks=int(os.environ.get("WORLD_SIZE", "1")),
         )
     except ConfigError as error:
         if "--cfg" in flags:

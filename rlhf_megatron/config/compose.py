@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
+from rlhf_megatron.config.rules import listed
 from rlhf_megatron.config.validate import validate_mapping
 from rlhf_megatron.errors import ConfigError, Violation
 
@@ -127,7 +128,9 @@ def _parsed(overrides: Iterable[str], violations: list[Violation]) -> "Iterator[
         except HydraException as error:
             reason = str(error).splitlines()[0]
             violations.append(
-                Violation(_key_of(text), text, f"cannot be read: {reason}.", "Write key=value; quote odd text: key=\"'...'\".")
+                Violation(
+                    _key_of(text), text, f"cannot be read: {reason}.", "Write key=value; quote odd text: key=\"'...'\"."
+                )
             )
             continue
         if override.is_sweep_override():
@@ -172,21 +175,23 @@ def _group_choices(root: str, overrides: "Sequence[Override]", violations: list[
             close = difflib.get_close_matches(group, _groups(), n=1)
             fix = f"Did you mean {close[0]}@{override.package}=...?" if close else f"There are: {', '.join(_groups())}."
             violations.append(Violation(mount, option, f"'{group}' is not a configuration group.", fix))
-        elif override.is_delete():
+        elif override.is_delete() or option is None:
             yield f"~{mount}"
-        elif option is not None and str(option) not in _options(group):
+        elif override.package is None and mount not in declared:
+            mounts = listed(f"{m}={option}" for m in sorted(declared) if m.startswith(f"{group}@"))
+            violations.append(Violation(mount, option, "must say which node it is for.", f"Write {mounts}."))
+        elif str(option) not in _options(group):
             violations.append(_unknown_option(mount, str(option), _options(group)))
-        elif group == "experiment" and option is not None and root_of(str(option)) != root:
+        elif group == "experiment" and root_of(str(option)) != root:
             others = ", ".join(experiments(root)) or "none"
             rule = f"is a run of {root_of(str(option))}, not of {root}."
             violations.append(Violation(mount, option, rule, f"Runs of {root}: {others}."))
         else:
-            value = "null" if option is None else option
-            yield f"{'' if mount in declared else '+'}{mount}={value}"
+            yield f"{'' if mount in declared else '+'}{mount}={option}"
 
 
 def _unknown_option(mount: str, option: str, options: Sequence[str]) -> Violation:
-    close = difflib.get_close_matches(option, options, n=1)
+    close = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
     hint = f"Did you mean {mount}={close[0]}? " if close else ""
     return Violation(mount, option, "does not exist.", f"{hint}There are: {', '.join(options)}.")
 
@@ -228,14 +233,16 @@ def _load(root: str, choices: Sequence[str], violations: list[Violation]) -> "Di
 
 
 def _apply(override: "Override", tree: "DictConfig") -> list[Violation]:
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     key, value = override.key_or_group, override.value()
     try:
         if override.is_delete():
             return _delete(key, tree)
-        OmegaConf.update(tree, key, value, merge=True, force_add=True)
+        # A plain value in the place of a node is let through: the schema says what belongs there.
+        is_node = isinstance(OmegaConf.select(tree, key, throw_on_missing=False), DictConfig)
+        OmegaConf.update(tree, key, value, merge=not is_node or isinstance(value, dict), force_add=True)
     except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         return [Violation(key, value, f"cannot be set: {reason}.", f"Look at what is above {key} with --cfg.")]
@@ -272,7 +279,9 @@ def _resolved(tree: "DictConfig", violations: list[Violation]) -> dict[str, Any]
                 raw = OmegaConf.to_container(node, resolve=False)
                 shown = raw.get(key) if isinstance(raw, Mapping) else None
                 reason = str(error).strip().splitlines()[0]
-                violations.append(Violation(path, shown, f"cannot be resolved: {reason}.", "Refer to a key that is set."))
+                violations.append(
+                    Violation(path, shown, f"cannot be resolved: {reason}.", "Refer to a key that is set.")
+                )
                 continue
             result[str(key)] = plain(value, f"{path}.") if isinstance(value, DictConfig) else value
         return result

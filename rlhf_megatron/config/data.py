@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rlhf_megatron.config.base import Node
 
@@ -10,7 +10,7 @@ from rlhf_megatron.config.base import Node
 class DataConfig(Node):
     """Prompts for online RL."""
 
-    train_files: list[str]
+    train_files: list[str] = Field(min_length=1)
     """JSONL, Parquet, or folders of HuggingFace datasets saved to disk."""
     val_files: list[str] = []
     """Same, for validation."""
@@ -39,7 +39,7 @@ class DataConfig(Node):
 class SFTDataConfig(Node):
     """Prompt and answer pairs for supervised fine-tuning."""
 
-    train_files: list[str]
+    train_files: list[str] = Field(min_length=1)
     """JSONL, Parquet, or folders of HuggingFace datasets saved to disk."""
     val_files: list[str] = []
     """Same, for validation."""

@@ -4,12 +4,15 @@ pydantic decides; this file only words its findings the way a user can act on, a
 the leaves that are missing in it.
 """
 
+import difflib
 import re
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf_megatron.config.base import Node
@@ -18,8 +21,16 @@ from rlhf_megatron.errors import Violation
 
 Schema = TypeVar("Schema", bound=Node)
 
-MISSING = "(missing)"
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(missing)"
+
+
+MISSING = _Missing()
+"""Stands for the value of a leaf that was not given."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_SAID_BY_TYPE = ("literal_error", "greater_than", "less_than", "int_from_float", "too_short")
 _STAND_IN: dict[type, object] = {int: 1, float: 1.0, str: "?", list: ["?"]}
 
 
@@ -53,7 +64,8 @@ def parse(mapping: Mapping[str, object], schema: type[Schema]) -> Parsed[Schema]
         config = schema.model_validate(filled)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        violations = booleans + tuple(v for d in details for v in _violations(d, schema))
+        found = [*booleans, *(v for d in details for v in _violations(d, schema, filled))]
+        violations = tuple(v for i, v in enumerate(found) if v not in found[:i])
         paths = [".".join(str(part) for part in d["loc"]) for d in details]
         tainted = {v.key for v in booleans} | {_leaf_of(schema, path) for path in paths}
         return Parsed(_repaired(filled, schema, tainted), violations, frozenset(tainted))
@@ -70,9 +82,15 @@ def _fill(mapping: dict[str, Any], schema: type[Node]) -> dict[str, Any]:
         value = result.get(name)
         if isinstance(value, Mapping):
             result[name] = _fill(dict(value), child)
-        elif (name not in result and field.is_required()) or (name in result and value is None):
+        elif (name not in result and field.is_required()) or (
+            value is None and name in result and not _optional(field)
+        ):
             result[name] = _fill({}, child)
     return result
+
+
+def _optional(field: FieldInfo) -> bool:
+    return type(None) in typing.get_args(field.annotation)
 
 
 def _resolve_defaults(filled: dict[str, Any], schema: type[Node]) -> None:
@@ -115,20 +133,25 @@ def _booleans(mapping: Mapping[str, Any], schema: type[Node], prefix: str) -> li
     return found
 
 
-def _violations(detail: ErrorDetails, schema: type[Node]) -> list[Violation]:
-    path = ".".join(str(part) for part in detail["loc"])
-    kind, value = detail["type"], detail["input"]
-    field = find_field(schema, _leaf_of(schema, path))
-    wanted = describe_type(field.annotation, field.metadata) if field else ""
-    if kind == "missing":
-        return [Violation(path, MISSING, f"is needed ({wanted}).", f"Set it: {path}=...{_doc(field)}")]
+def _violations(detail: ErrorDetails, schema: type[Node], given: Mapping[str, Any]) -> list[Violation]:
+    kind, value, path = detail["type"], detail["input"], ".".join(str(part) for part in detail["loc"])
     if kind == "extra_forbidden":
         return [
             Violation(key, leaf, "is not a known key.", suggest(schema, key)) for key, leaf in _flatten(path, value)
         ]
+    key = _leaf_of(schema, path)
+    field = find_field(schema, key)
     if field is not None and (child := node_type(field.annotation)) is not None:
-        return [Violation(path, value, "must be a node with keys of its own.", f"It has: {', '.join(child.model_fields)}.")]
-    return [Violation(path, value, f"must be {wanted}; {detail['msg'][:1].lower()}{detail['msg'][1:]}.", _fix(path, value, wanted))]
+        keys = ", ".join(child.model_fields)
+        return [Violation(key, value, "must be a node with keys of its own.", f"It has: {keys}.")]
+    wanted = describe_type(field.annotation, field.metadata) if field else "something else"
+    if kind == "missing" and key == path:
+        return [Violation(key, MISSING, f"is needed ({wanted}).", f"Set it: {key}=...{_doc(field)}")]
+    if key != path:
+        value = _get(given, key)
+    said = kind.startswith(_SAID_BY_TYPE) or kind.endswith(("_type", "_parsing")) or kind == "missing"
+    reason = "" if said else f": {detail['msg']}"
+    return [Violation(key, value, f"must be {wanted}{reason}.", _fix(key, value, wanted))]
 
 
 def _fix(path: str, value: object, wanted: str) -> str:
@@ -137,8 +160,6 @@ def _fix(path: str, value: object, wanted: str) -> str:
     if wanted.startswith("text") and isinstance(value, int | float):
         return f"Quote it: {path}=\"'{value}'\"."
     if isinstance(value, str) and "|" in wanted and "null" not in wanted:
-        import difflib
-
         close = difflib.get_close_matches(value, wanted.split("|"), n=1)
         return f"Did you mean {path}={close[0]}?" if close else f"Choose one of: {', '.join(wanted.split('|'))}."
     return f"Change it: {path}=..."
@@ -173,7 +194,7 @@ def _repaired(filled: dict[str, Any], schema: type[Schema], tainted: set[str]) -
         if isinstance(node, dict):
             node.pop(name, None)
     for leaf in leaves(schema):
-        if leaf.path in tainted and leaf.field.is_required():
+        if leaf.field.is_required() and any(f"{leaf.path}.".startswith(f"{path}.") for path in tainted):
             parent, _, name = leaf.path.rpartition(".")
             node = _get(filled, parent) if parent else filled
             if isinstance(node, dict):

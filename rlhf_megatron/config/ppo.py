@@ -6,7 +6,7 @@ from rlhf_megatron.config.data import DataConfig, SFTDataConfig
 from rlhf_megatron.config.reward import RewardConfig
 from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, ModelConfig, OptimConfig, RefConfig
 from rlhf_megatron.config.rollout import RolloutConfig
-from rlhf_megatron.config.trainer import TrainerConfig
+from rlhf_megatron.config.trainer import SFTTrainerConfig, TrainerConfig
 
 
 class PPOConfig(Node):
@@ -18,8 +18,8 @@ class PPOConfig(Node):
     """The policy that is trained."""
     critic: CriticConfig
     """The value function."""
-    ref: RefConfig
-    """The frozen reference policy."""
+    ref: RefConfig | None = None
+    """The frozen reference policy. Null does without, and without any KL to it."""
     rollout: RolloutConfig
     """Generation."""
     reward: RewardConfig = RewardConfig()
@@ -43,5 +43,5 @@ class SFTConfig(Node):
     """Optimizer."""
     data: SFTDataConfig
     """Prompt and answer pairs."""
-    trainer: TrainerConfig = TrainerConfig(experiment_name="sft")
-    """The loop; RL-only leaves have no effect here and must keep their defaults."""
+    trainer: SFTTrainerConfig = SFTTrainerConfig()
+    """The loop."""

@@ -1,12 +1,13 @@
 """Configuration of the trained and scored models: one node per role, each with its own parallel layout."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_megatron.config.base import Node
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Node):
@@ -61,7 +62,7 @@ class OptimConfig(Node):
 
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Adam's decay rates of the first and second moments."""
     eps: PositiveFloat = 1e-8
     """Adam's denominator term."""

@@ -40,7 +40,10 @@ class Leaf:
 
 
 def node_type(annotation: object) -> type[Node] | None:
-    """Return the node class that a field is annotated with, or None when the field is a leaf."""
+    """Return the node class that a field is annotated with (or with `| None`), or None when the field is a leaf."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        others = [a for a in typing.get_args(annotation) if a is not type(None)]
+        annotation = others[0] if len(others) == 1 else annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
 
 
@@ -78,9 +81,10 @@ def describe_type(annotation: object, metadata: typing.Sequence[object] = ()) ->
     if origin is typing.Literal:
         return "|".join(str(a) for a in args)
     if origin in (types.UnionType, typing.Union):
-        return " | ".join(describe_type(a) for a in args)
+        return " | ".join(describe_type(a, () if a is type(None) else metadata) for a in args)
     if origin in (list, tuple):
-        return f"[{', '.join(describe_type(a) for a in args)}{', ...' if origin is list else ''}]"
+        inner = ", ".join(describe_type(a) for a in args)
+        return f"[{inner}{', ...' if origin is list else ''}]{_bounds(metadata)}"
     if origin is dict:
         return "{key: value, ...}"
     name = {type(None): "null", str: "text", bool: "true|false"}.get(typing.cast(type, annotation))
@@ -91,7 +95,7 @@ def _bounds(metadata: typing.Sequence[object]) -> str:
     found: list[str] = []
     for item in metadata:
         for constraint in [item, *getattr(item, "metadata", ())]:
-            for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="), ("min_length", "length >=")):
                 bound = getattr(constraint, attribute, None)
                 if bound is not None:
                     found.append(f"{sign} {bound}")
@@ -104,6 +108,9 @@ def suggest(schema: type[Node], path: str) -> str:
     A sibling's misspelt name comes first, then the same name in another node, then whatever is similar, then the list
     of what is valid there.
     """
+    path = _with_known_nodes(schema, path)
+    if find_field(schema, path) is not None:
+        return f"Did you mean '{path}'?"
     parent, _, name = path.rpartition(".")
     siblings = _names_at(schema, parent)
     dot = f"{parent}." if parent else ""
@@ -120,8 +127,21 @@ def suggest(schema: type[Node], path: str) -> str:
     for guess in difflib.get_close_matches(name, sorted(last_names), n=1, cutoff=CLOSE):
         return f"Did you mean {_either(_same_name(schema, f'{dot}{guess}')[:2])}?"
     if siblings:
-        return f"Remove it; '{parent or 'the top level'}' has: {', '.join(siblings)}."
+        return f"Remove it; {f"'{parent}'" if parent else 'the top level'} has: {', '.join(siblings)}."
     return f"Remove it; the top level has: {', '.join(schema.model_fields)}."
+
+
+def _with_known_nodes(schema: type[Node], path: str) -> str:
+    """Correct misspelt nodes on the way to a key; what resembles no node is left as it is."""
+    parts = path.split(".")
+    for i, part in enumerate(parts[:-1]):
+        node = find_node(schema, ".".join(parts[:i]))
+        if node is None:
+            break
+        nodes = [name for name, field in node.model_fields.items() if node_type(field.annotation) is not None]
+        if part not in nodes:
+            parts[i] = next(iter(difflib.get_close_matches(part, nodes, n=1, cutoff=CLOSE)), part)
+    return ".".join(parts)
 
 
 def _names_at(schema: type[Node], path: str) -> list[str]:
@@ -130,15 +150,16 @@ def _names_at(schema: type[Node], path: str) -> list[str]:
 
 
 def _same_name(schema: type[Node], path: str) -> list[str]:
-    """Paths of the schema that end in the same name, the most similar first (longest common end, then beginning)."""
+    """Paths of the schema that end in the same name; those that share most of the end, nearest beginning first."""
     wanted = path.split(".")
-
-    def likeness(candidate: str) -> tuple[int, int]:
-        have = candidate.split(".")
-        return _common(reversed(wanted), reversed(have)), _common(wanted, have)
-
     found = [leaf.path for leaf in leaves(schema) if leaf.path.rpartition(".")[2] == wanted[-1] and leaf.path != path]
-    return sorted(found, key=likeness, reverse=True)
+
+    def common_end(candidate: str) -> int:
+        return _common(reversed(wanted), reversed(candidate.split(".")))
+
+    best = max(map(common_end, found), default=0)
+    nearest = [f for f in found if common_end(f) == best]
+    return sorted(nearest, key=lambda candidate: _common(wanted, candidate.split(".")), reverse=True)
 
 
 def _common(left: typing.Iterable[str], right: typing.Iterable[str]) -> int:

@@ -18,8 +18,8 @@ class GatesConfig(Node):
     """Largest |rollout - trainer| log-prob of any token."""
 
 
-class TrainerConfig(Node):
-    """The loop."""
+class LoopConfig(Node):
+    """What every kind of training has in common."""
 
     nnodes: PositiveInt = 1
     """Nodes."""
@@ -39,21 +39,33 @@ class TrainerConfig(Node):
     """Passes over the training set."""
     total_training_steps: PositiveInt | None = None
     """Steps; ends the run before or after `total_epochs` when set."""
-    critic_warmup: NonNegativeInt = 0
-    """First steps in which only the critic is trained."""
     val_before_train: bool = True
     """Whether to validate before the first step."""
     test_freq: int = -1
     """Steps between validations; -1 is never, but the last step always validates when there is a validation set."""
     logger: list[Literal["console", "tensorboard", "csv", "jsonl"]] = ["console", "tensorboard", "csv", "jsonl"]
     """Where metrics and samples go."""
-    log_samples: NonNegativeInt = 8
-    """Samples (prompt, response, score) written per step."""
     max_nonfinite_steps: PositiveInt = 3
     """Optimizer steps in a row with a non-finite gradient that are skipped before the job stops."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Time limit of one collective operation, in seconds."""
     export_hf: bool = True
     """Whether the trained policy is written as a HuggingFace folder at the end."""
+
+
+class TrainerConfig(LoopConfig):
+    """The loop of online RL."""
+
+    critic_warmup: NonNegativeInt = 0
+    """First steps in which only the critic is trained."""
+    log_samples: NonNegativeInt = 8
+    """Samples (prompt, response, score) written per step."""
     gates: GatesConfig = GatesConfig()
     """Exactness gates."""
+
+
+class SFTTrainerConfig(LoopConfig):
+    """The loop of supervised fine-tuning."""
+
+    experiment_name: str = "sft"
+    """Name of the run."""

@@ -1,13 +1,18 @@
 """What spans several leaves: every broken rule of a configuration, found before any process group, model or GPU."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+from rlhf_megatron.config import validate_batches, validate_effects, validate_files, validate_layout
 from rlhf_megatron.config.base import Node
-from rlhf_megatron.config.parse import parse
+from rlhf_megatron.config.parse import MISSING, parse
+from rlhf_megatron.config.ppo import PPOConfig
+from rlhf_megatron.config.rules import roles_of
 from rlhf_megatron.errors import ConfigError, Violation
 
 Schema = TypeVar("Schema", bound=Node)
+Rule = Callable[[Any], Iterator[Violation]]
 
 
 def validate(config: Node, *, check_files: bool = True) -> None:
@@ -20,13 +25,18 @@ def validate(config: Node, *, check_files: bool = True) -> None:
     Raises:
         ConfigError: With every broken rule.
     """
-    found = list(_broken_rules(config, check_files))
+    found = list(_broken_rules(config, type(config), check_files, started_ranks=None))
     if found:
         raise ConfigError(found)
 
 
 def validate_mapping(
-    mapping: Mapping[str, Any], schema: type[Schema], *, check_files: bool = False, earlier: Sequence[Violation] = ()
+    mapping: Mapping[str, Any],
+    schema: type[Schema],
+    *,
+    check_files: bool = False,
+    earlier: Sequence[Violation] = (),
+    started_ranks: int | None = None,
 ) -> Schema:
     """Type a plain mapping and check every rule, reporting all that is wrong at once.
 
@@ -35,31 +45,31 @@ def validate_mapping(
         schema: `PPOConfig` or `SFTConfig`.
         check_files: Whether model, data and reward files must exist.
         earlier: What was found wrong before, to be reported with the rest.
+        started_ranks: Ranks of the running job, to be compared with those configured; None when there is no job.
 
     Raises:
         ConfigError: With every broken rule.
     """
     parsed = parse(mapping, schema)
-    found = [*earlier, *parsed.violations]
-    if parsed.config is not None:
-        view = _View(parsed.config, "", parsed.tainted) if parsed.tainted else parsed.config
-        found += _broken_rules(cast(Node, view), check_files)
+    lost = frozenset(_where(violation.key) for violation in earlier)
+    found = [*earlier, *(v for v in parsed.violations if not (v.value is MISSING and _is_below(v.key, lost)))]
+    if parsed.config is not None and "" not in lost:
+        tainted = parsed.tainted | lost
+        view = _View(parsed.config, "", tainted) if tainted else parsed.config
+        found += _broken_rules(view, schema, check_files, started_ranks)
     if found:
-        raise ConfigError(_unique(found))
+        raise ConfigError(found)
     assert parsed.config is not None
     return parsed.config
 
 
-def _unique(found: Sequence[Violation]) -> list[Violation]:
-    """Drop what follows from an earlier finding about the same key ("missing" after "cannot be read")."""
-    first: dict[str, Violation] = {}
-    kept = []
-    for violation in found:
-        if violation.key in first and "is needed" in violation.rule:
-            continue
-        first.setdefault(violation.key, violation)
-        kept.append(violation)
-    return kept
+def _where(key: str) -> str:
+    """The part of the tree that is not as it should be after a failed override: '' is all of it."""
+    return "" if key == "experiment" else key.rpartition("@")[2]
+
+
+def _is_below(key: str, lost: Iterable[str]) -> bool:
+    return any(node == "" or f"{key}.".startswith(f"{node}.") for node in lost)
 
 
 class _Unknown(Exception):
@@ -80,5 +90,33 @@ class _View:
         return _View(value, f"{path}.", self._tainted) if isinstance(value, Node) else value
 
 
-def _broken_rules(config: Node, check_files: bool) -> Iterator[Violation]:
-    yield from ()
+def _broken_rules(config: Any, schema: type[Node], check_files: bool, started_ranks: int | None) -> Iterator[Violation]:
+    for rule in _rules(schema, check_files, started_ranks):
+        try:
+            yield from rule(config)
+        except _Unknown:
+            continue
+
+
+def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> Iterator[Rule]:
+    """Every rule about a root, each as a function of the configuration alone, in the order they are reported."""
+    rl = issubclass(schema, PPOConfig)
+    per_role = [
+        *validate_layout.ROLE_RULES,
+        *(validate_batches.PPO_ROLE_RULES if rl else validate_batches.SFT_ROLE_RULES),
+        *validate_effects.ROLE_RULES,
+    ]
+    whole = [
+        *(validate_layout.PPO_RULES if rl else ()),
+        *(validate_batches.PPO_RULES if rl else validate_batches.SFT_RULES),
+        *validate_effects.COMMON_RULES,
+        *(validate_effects.PPO_RULES if rl else ()),
+    ]
+    if check_files:
+        per_role += validate_files.ROLE_RULES
+        whole += [*validate_files.COMMON_RULES, *(validate_files.PPO_RULES if rl else ())]
+        whole.append(partial(validate_files.started_ranks, started=started_ranks))
+    for role in roles_of(schema):
+        for rule in per_role:
+            yield partial(rule, role=role)
+    yield from whole

@@ -1,0 +1,71 @@
+"""The few facts of a HuggingFace ``config.json`` that rules about sizes need, read as plain JSON.
+
+Left out: everything that building the model needs (`models/hf_config.py` has that); here nothing but sizes is looked
+at, so that a configuration is checked in milliseconds.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+"""Values of ``model_type`` that this version can train."""
+
+_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class HFFacts:
+    """Sizes of one model.
+
+    Attributes:
+        model_type: HuggingFace's name of the family.
+        num_heads: Attention heads.
+        num_kv_heads: Key and value heads.
+        max_length: Longest sequence that the positions are made for; as vLLM derives it (0.32, config/model.py): only
+            linear scaling is not yet part of `max_position_embeddings`.
+    """
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    max_length: int
+
+
+def read_facts(folder: str | Path) -> HFFacts:
+    """Read the sizes of the model in a folder.
+
+    Raises:
+        OSError: There is no ``config.json``, or it cannot be read.
+        ValueError: It is not a JSON object with the sizes of a decoder.
+    """
+    file = Path(folder) / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, Mapping):
+        raise ValueError("it holds no JSON object")
+    missing = [name for name in _SIZES if not _is_size(content.get(name))]
+    if missing:
+        raise ValueError(f"it has no positive {', '.join(missing)}")
+    heads = content["num_attention_heads"]
+    return HFFacts(
+        model_type=str(content.get("model_type")),
+        num_layers=content["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=content.get("num_key_value_heads") or heads,
+        ffn_hidden_size=content["intermediate_size"],
+        max_length=int(content["max_position_embeddings"] * _linear_factor(content)),
+    )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _linear_factor(content: Mapping[str, Any]) -> float:
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    return float(rope.get("factor") or 1.0) if kind == "linear" else 1.0

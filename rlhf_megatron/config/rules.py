@@ -1,0 +1,105 @@
+"""What the rules about several leaves share: which roles there are, the sizes of the world, how to look leaves up."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.base import Node
+from rlhf_megatron.config.hf_facts import HFFacts, read_facts
+from rlhf_megatron.config.ppo import SFTConfig
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where a role's settings are in a root's tree.
+
+    Attributes:
+        name: As a reader calls it.
+        megatron: Path of its parallel layout.
+        model: Path of the leaf with its model's folder; `model.path` stands in when that is null.
+        optim: Path of its optimizer; None for a role that is not trained.
+        mini_batch: Path of the leaf with the prompts per optimizer step, or None.
+    """
+
+    name: str
+    megatron: str
+    model: str = "model.path"
+    optim: str | None = None
+    mini_batch: str | None = None
+
+
+_PPO_ROLES = (
+    Role("actor", "actor.megatron", optim="actor.optim", mini_batch="actor.ppo_mini_batch_size"),
+    Role("critic", "critic.megatron", "critic.model.path", "critic.optim", "critic.ppo_mini_batch_size"),
+    Role("ref", "ref.megatron"),
+)
+_SFT_ROLES = (Role("model", "megatron", optim="optim"),)
+
+
+def roles_of(schema: type[Node]) -> tuple[Role, ...]:
+    """Return the roles with weights of their own in a root's tree."""
+    return _SFT_ROLES if issubclass(schema, SFTConfig) else _PPO_ROLES
+
+
+def get(config: Any, path: str) -> Any:
+    """Return what is at a dotted path; None below a node that is null."""
+    for name in path.split("."):
+        config = None if config is None else getattr(config, name)
+    return config
+
+
+def is_set(config: Any, path: str) -> bool:
+    """Say whether a leaf was given by a file or an override, rather than left to its default."""
+    parent, _, name = path.rpartition(".")
+    node = get(config, parent) if parent else config
+    return node is not None and name in node.model_fields_set
+
+
+def world_size(config: Any) -> int:
+    """Ranks of the whole job."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def model_parallel_size(megatron: Any) -> int:
+    """Ranks that hold one copy of a role's model and share its sequences."""
+    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+
+
+def data_parallel_size(config: Any, role: Role) -> int | None:
+    """Ranks that divide a role's samples; None when the role is absent or its layout does not fit the world."""
+    megatron = get(config, role.megatron)
+    if megatron is None or world_size(config) % model_parallel_size(megatron):
+        return None
+    return world_size(config) // model_parallel_size(megatron)
+
+
+def model_folder(config: Any, role: Role) -> tuple[str, str]:
+    """Return the leaf that names a role's model, and the folder."""
+    own = get(config, role.model)
+    return (role.model, own) if own is not None else ("model.path", config.model.path)
+
+
+def facts_of(folder: str) -> HFFacts | None:
+    """Sizes of the model in a folder; None when they cannot be read (which the rules about files report)."""
+    try:
+        return read_facts(Path(folder).expanduser())
+    except (OSError, ValueError):
+        return None
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def listed(values: Iterable[object]) -> str:
+    """Values for a message: ``1, 2 or 4``."""
+    texts = [str(v) for v in values]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` next to a value, for a message."""
+    below = value // step * step
+    return listed([n for n in (below, below + step) if n > 0])

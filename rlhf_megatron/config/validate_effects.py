@@ -1,0 +1,218 @@
+"""Rules about settings that contradict each other, or that were given and cannot take effect.
+
+A setting that cannot take effect is an error: whoever wrote it believes that it does something.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.config.rules import Role, get, is_set
+from rlhf_megatron.errors import Violation
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A leaf that does something only if something else holds.
+
+    Attributes:
+        leaf: Its path. It counts as given when a file or an override set it to anything but null, false or [].
+        holds: Whether it takes effect.
+        unless: When it does not, as part of a sentence.
+        fix: What would make it do so.
+    """
+
+    leaf: str
+    holds: Callable[[Any], bool]
+    unless: str
+    fix: str
+
+
+def _kl_in_reward(config: Any) -> bool:
+    return config.algorithm.use_kl_in_reward
+
+
+def _kl_loss(config: Any) -> bool:
+    return config.actor.use_kl_loss
+
+
+def _adaptive(config: Any) -> bool:
+    return config.algorithm.kl_ctrl.type == "adaptive"
+
+
+def _validates(config: Any) -> bool:
+    return bool(config.data.val_files)
+
+
+def _sampled_validation(config: Any) -> bool:
+    return config.rollout.val_kwargs.temperature > 0
+
+
+def _reward_file(config: Any) -> bool:
+    return config.reward.custom_reward_function.path is not None
+
+
+_NO_REWARD_KL = ("algorithm.use_kl_in_reward is false", "Set algorithm.use_kl_in_reward=true")
+_NO_LOSS_KL = ("actor.use_kl_loss is false", "Set actor.use_kl_loss=true")
+_FIXED_KL = ("algorithm.kl_ctrl.type is fixed", "Set algorithm.kl_ctrl.type=adaptive")
+_NO_VALIDATION = ("data.val_files is empty", "Give data.val_files")
+_GREEDY = ("rollout.val_kwargs.temperature is 0", "Raise rollout.val_kwargs.temperature")
+_NO_REWARD_FILE = ("reward.custom_reward_function.path is null", "Give reward.custom_reward_function.path")
+_NO_GPU = ("trainer.device is cpu", "Set trainer.device=cuda")
+_NO_REF = ("ref is null", "Choose a layout for it: parallel@ref.megatron=...")
+
+PPO_NEEDS = (
+    Needs("algorithm.kl_penalty", _kl_in_reward, *_NO_REWARD_KL),
+    Needs("algorithm.kl_ctrl.type", _kl_in_reward, *_NO_REWARD_KL),
+    Needs("algorithm.kl_ctrl.kl_coef", _kl_in_reward, *_NO_REWARD_KL),
+    Needs("algorithm.kl_ctrl.horizon", _kl_in_reward, *_NO_REWARD_KL),
+    Needs("algorithm.kl_ctrl.target_kl", _kl_in_reward, *_NO_REWARD_KL),
+    Needs("algorithm.kl_ctrl.horizon", _adaptive, *_FIXED_KL),
+    Needs("algorithm.kl_ctrl.target_kl", _adaptive, *_FIXED_KL),
+    Needs("algorithm.use_kl_in_reward", lambda c: c.ref is not None, *_NO_REF),
+    Needs("actor.use_kl_loss", lambda c: c.ref is not None, *_NO_REF),
+    Needs("trainer.gates.first_step_kl", lambda c: c.ref is not None, *_NO_REF),
+    Needs("actor.kl_loss_coef", _kl_loss, *_NO_LOSS_KL),
+    Needs("actor.kl_loss_type", _kl_loss, *_NO_LOSS_KL),
+    Needs("actor.data_loader_seed", lambda c: c.actor.shuffle, "actor.shuffle is false", "Set actor.shuffle=true"),
+    Needs("critic.data_loader_seed", lambda c: c.critic.shuffle, "critic.shuffle is false", "Set critic.shuffle=true"),
+    Needs("rollout.val_kwargs.temperature", _validates, *_NO_VALIDATION),
+    Needs("rollout.val_kwargs.n", _validates, *_NO_VALIDATION),
+    Needs("rollout.val_kwargs.n", _sampled_validation, *_GREEDY),
+    Needs("rollout.val_kwargs.top_p", _sampled_validation, *_GREEDY),
+    Needs("rollout.val_kwargs.top_k", _sampled_validation, *_GREEDY),
+    Needs("rollout.gpu_memory_utilization", lambda c: c.trainer.device != "cpu", *_NO_GPU),
+    Needs("rollout.free_cache_engine", lambda c: c.trainer.device != "cpu", *_NO_GPU),
+    Needs(
+        "rollout.cpu_kvcache_space_gib",
+        lambda c: c.trainer.device != "cuda",
+        "trainer.device is cuda",
+        "Use rollout.gpu_memory_utilization",
+    ),
+    Needs("data.val_batch_size", _validates, *_NO_VALIDATION),
+    Needs("reward.custom_reward_function.name", _reward_file, *_NO_REWARD_FILE),
+    Needs("reward.custom_reward_function.reward_kwargs", _reward_file, *_NO_REWARD_FILE),
+    Needs(
+        "reward.timeout_s", lambda c: c.reward.num_workers > 0, "reward.num_workers is 0", "Set reward.num_workers=1"
+    ),
+    Needs(
+        "trainer.log_samples",
+        lambda c: "jsonl" in c.trainer.logger or "tensorboard" in c.trainer.logger,
+        "trainer.logger has neither jsonl nor tensorboard",
+        "Add jsonl to trainer.logger",
+    ),
+)
+"""Settings of a PPO run that need another one."""
+
+COMMON_NEEDS = (
+    Needs("data.seed", lambda c: c.data.shuffle, "data.shuffle is false", "Set data.shuffle=true"),
+    Needs("trainer.val_before_train", _validates, *_NO_VALIDATION),
+)
+"""Settings of any run that need another one."""
+
+_INERT = {
+    # At these values the setting asks for nothing, so there is nothing that could fail to happen.
+    "rollout.val_kwargs.n": 1,
+    "rollout.val_kwargs.top_p": 1.0,
+    "rollout.val_kwargs.top_k": -1,
+    "trainer.log_samples": 0,
+}
+
+
+def _rule(row: Needs) -> Callable[[Any], Iterator[Violation]]:
+    """One rule per row, so that a leaf that is wrong silences no other row."""
+
+    def has_effect(config: Any) -> Iterator[Violation]:
+        value = get(config, row.leaf) if is_set(config, row.leaf) else None
+        inert = value is None or value is False or value in ([], {}) or value == _INERT.get(row.leaf, ...)
+        if not inert and not row.holds(config):
+            fix = f"{row.fix}, or take it out with ~{row.leaf}."
+            yield Violation(row.leaf, value, f"has no effect while {row.unless}.", fix)
+
+    return has_effect
+
+
+def learning_rate(config: Any, role: Role) -> Iterator[Violation]:
+    """The schedule's leaves must agree with each other."""
+    if role.optim is None:
+        return
+    optim = get(config, role.optim)
+    style, steps = optim.lr_decay_style, optim.lr_decay_steps
+    if style == "constant":
+        for name in ("lr_decay_steps", "min_lr"):
+            if getattr(optim, name) and is_set(config, f"{role.optim}.{name}"):
+                yield Violation(
+                    f"{role.optim}.{name}",
+                    getattr(optim, name),
+                    f"has no effect while {role.optim}.lr_decay_style is constant.",
+                    f"Set {role.optim}.lr_decay_style=cosine (or linear), or take it out with ~{role.optim}.{name}.",
+                )
+        return
+    if steps is None:
+        yield Violation(
+            f"{role.optim}.lr_decay_steps",
+            None,
+            f"is needed when {role.optim}.lr_decay_style is {style}.",
+            "Set it to the number of optimizer steps of the run, warm-up included.",
+        )
+    elif optim.lr_warmup_steps >= steps:
+        yield Violation(
+            f"{role.optim}.lr_warmup_steps",
+            optim.lr_warmup_steps,
+            f"must be below {role.optim}.lr_decay_steps {steps}, which counts the warm-up.",
+            f"Lower it, or raise {role.optim}.lr_decay_steps.",
+        )
+    if optim.min_lr > optim.lr:
+        yield Violation(
+            f"{role.optim}.min_lr",
+            optim.min_lr,
+            f"must not exceed {role.optim}.lr {optim.lr}.",
+            "Lower it, or raise the learning rate.",
+        )
+
+
+def clip_range(config: Any) -> Iterator[Violation]:
+    """`clip_ratio` stands in for the sides that are not set."""
+    actor = config.actor
+    if is_set(config, "actor.clip_ratio") and actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+        yield Violation(
+            "actor.clip_ratio",
+            actor.clip_ratio,
+            f"has no effect while actor.clip_ratio_low {actor.clip_ratio_low} and actor.clip_ratio_high "
+            f"{actor.clip_ratio_high} are both given.",
+            "Give either the one or the two.",
+        )
+
+
+def warmup(config: Any) -> Iterator[Violation]:
+    """The actor must be trained at some step."""
+    steps, last = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if last is not None and steps >= last:
+        yield Violation(
+            "trainer.critic_warmup",
+            steps,
+            f"must be below trainer.total_training_steps {last}, or the actor is never trained.",
+            "Lower it.",
+        )
+
+
+def validation_cadence(config: Any) -> Iterator[Violation]:
+    """Steps between validations: -1, or a positive number and something to validate on."""
+    every = config.trainer.test_freq
+    if every == 0 or every < -1:
+        yield Violation("trainer.test_freq", every, "must be -1 (never) or positive.", "Set it to -1 or to 1 or more.")
+    elif every > 0 and not config.data.val_files:
+        yield Violation(
+            "trainer.test_freq",
+            every,
+            "has no effect while data.val_files is empty.",
+            "Give data.val_files, or take it out with ~trainer.test_freq.",
+        )
+
+
+ROLE_RULES = (learning_rate,)
+"""Rules about each role of a root."""
+COMMON_RULES = (*map(_rule, COMMON_NEEDS), validation_cadence)
+"""Rules about any run."""
+PPO_RULES = (*map(_rule, PPO_NEEDS), clip_range, warmup)
+"""Rules about a PPO run."""
