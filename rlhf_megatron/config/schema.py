@@ -126,9 +126,8 @@ def suggest(schema: type[Node], path: str) -> str:
     last_names = {leaf.path.rpartition(".")[2] for leaf in leaves(schema)}
     for guess in difflib.get_close_matches(name, sorted(last_names), n=1, cutoff=CLOSE):
         return f"Did you mean {_either(_same_name(schema, f'{dot}{guess}')[:2])}?"
-    if siblings:
-        return f"Remove it; {f"'{parent}'" if parent else 'the top level'} has: {', '.join(siblings)}."
-    return f"Remove it; the top level has: {', '.join(schema.model_fields)}."
+    where = f"'{parent}'" if siblings and parent else "the top level"
+    return f"Remove it; {where} has: {', '.join(siblings or schema.model_fields)}."
 
 
 def _with_known_nodes(schema: type[Node], path: str) -> str:
