@@ -1,0 +1,108 @@
+"""Which layers a model is built of: ``transformer_impl: auto | transformer_engine | torch``.
+
+``torch`` runs everywhere. ``transformer_engine`` takes Megatron-Core's own specification and needs that package and a
+GPU. ``auto`` takes Transformer Engine when it can be imported.
+"""
+
+import importlib.util
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rlhf_megatron.errors import ConfigError, Violation
+from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.models.torch_layers import RMSNorm, TorchAttention
+
+
+class _BiasedColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear with a bias, whatever the configuration says of all linears."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "bias": True})
+
+
+class _BiasedRowLinear(RowParallelLinear):
+    """A row-parallel linear with a bias, whatever the configuration says of all linears."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "bias": True})
+
+
+class _PlainColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear without a bias, whatever the configuration says of all linears."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "bias": False})
+
+
+class _PlainRowLinear(RowParallelLinear):
+    """A row-parallel linear without a bias, whatever the configuration says of all linears."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "bias": False})
+
+
+def resolve_implementation(name: str, key: str = "transformer_impl") -> str:
+    """The layer implementation that will be used.
+
+    Args:
+        name: ``auto``, ``transformer_engine`` or ``torch``.
+        key: Dotted path of the setting, for the error.
+
+    Returns:
+        ``transformer_engine`` or ``torch``.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and not installed.
+    """
+    present = importlib.util.find_spec("transformer_engine") is not None
+    if name == "auto":
+        return "transformer_engine" if present else "torch"
+    if name == "transformer_engine" and not present:
+        rule = "needs the package transformer-engine, which is not installed."
+        raise ConfigError([Violation(key, name, rule, "Install it, or choose torch (or auto).")])
+    return name
+
+
+def layer_submodules(shape: ModelShape, implementation: str, num_layers: int) -> TransformerBlockSubmodules:
+    """The specification of a model chunk's transformer block.
+
+    Args:
+        shape: The model.
+        implementation: ``transformer_engine`` or ``torch``.
+        num_layers: Layers in the chunk.
+
+    Raises:
+        ConfigError: Transformer Engine's specification cannot express the model's biases.
+    """
+    if implementation == "torch":
+        return TransformerBlockSubmodules(layer_specs=[_torch_layer(shape)] * num_layers, layer_norm=RMSNorm)
+    if not (shape.qkv_bias >= shape.mlp_bias and shape.out_bias == shape.mlp_bias):
+        rule = "cannot build a model whose attention and MLP projections differ in having biases."
+        raise ConfigError([Violation("transformer_impl", implementation, rule, "Choose torch.")])
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+
+
+def _torch_layer(shape: ModelShape) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer: Any = spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = TorchAttention
+    # Megatron has one switch for the biases of attention and MLP; HuggingFace has one for each projection.
+    attention.linear_qkv = _BiasedColumnLinear if shape.qkv_bias else _PlainColumnLinear
+    attention.linear_proj = _BiasedRowLinear if shape.out_bias else _PlainRowLinear
+    if shape.qk_norm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,124 @@
+"""From a model's shape and a role's parallel settings to Megatron-Core's ``TransformerConfig``, and the rules between them."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf_megatron.config.roles import MegatronConfig
+from rlhf_megatron.errors import Violation
+from rlhf_megatron.models.hf_config import ModelShape
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> list[Violation]:
+    """Every rule between a model and a parallel layout that does not hold. Pure; needs no process group.
+
+    Args:
+        shape: The model.
+        megatron: The role's parallel settings.
+        key: Dotted path of those settings, for example ``actor.megatron``.
+    """
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    found = []
+
+    def tensor_rule(holds: bool, rule: str, fix: str) -> None:
+        if not holds:
+            found.append(Violation(f"{key}.tensor_model_parallel_size", tp, rule, fix))
+
+    heads, groups = shape.num_heads, shape.num_kv_heads
+    tensor_rule(heads % tp == 0, f"must divide the model's {heads} attention heads.", "Choose a divisor.")
+    kv_rule = f"must divide, or be a multiple of, the model's {groups} key-value heads."
+    tensor_rule(groups % tp == 0 or tp % groups == 0, kv_rule, "Choose such a size.")
+    fused = (heads + 2 * groups) * shape.head_dim
+    tensor_rule(fused % tp == 0, f"must divide the {fused} rows of query, key and value.", "Choose a divisor.")
+    ffn_rule = f"must divide the model's MLP size {shape.ffn_hidden_size}."
+    tensor_rule(shape.ffn_hidden_size % tp == 0, ffn_rule, "Choose a divisor.")
+    if shape.num_layers % pp:
+        rule = f"must divide the model's {shape.num_layers} layers; leftover layers would be dropped."
+        found.append(Violation(f"{key}.pipeline_model_parallel_size", pp, rule, "Choose a divisor."))
+    elif vpp is not None and (pp == 1 or shape.num_layers // pp % vpp):
+        rule = f"needs more than one pipeline stage and must divide the {shape.num_layers // pp} layers of each."
+        name = f"{key}.virtual_pipeline_model_parallel_size"
+        found.append(Violation(name, vpp, rule, "Choose a divisor, or null for no interleaving."))
+    return found
+
+
+def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch.dtype) -> "TransformerConfig":
+    """Megatron-Core's configuration for a model under a layout.
+
+    Fusions that need Apex or Transformer Engine are off; :mod:`~rlhf_megatron.models.layer_specs` turns on those that
+    the layer implementation brings. Weights are not initialised, since they are always loaded.
+
+    Args:
+        shape: The model.
+        megatron: The role's parallel settings.
+        dtype: Type of parameters, activations and what travels between stages.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=shape.mlp_bias,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        softmax_scale=_softmax_scale(shape),
+        window_size=None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
+        window_attn_skip_freq=[int(windowed) for windowed in shape.window_layers] or None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        context_parallel_size=megatron.context_parallel_size,
+        sequence_parallel=megatron.sequence_parallel and tp > 1,
+        # Micro-batches are as long as their longest row, so stages must tell each other the shape.
+        variable_seq_lengths=pp > 1,
+        # Checked together with the line above also where there are no experts.
+        moe_token_dispatcher_type="alltoall",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        attention_softmax_in_fp32=True,
+    )
+
+
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    """Initialises nothing: weights are always loaded. Megatron marks what is tensor-parallel while it initialises."""
+    return weight
+
+
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Scale of the attention scores, None for the usual 1/sqrt(head_dim).
+
+    YaRN multiplies cosine and sine of query and of key by one factor, hence each score by its square. Applying it here
+    keeps the rotation itself plain, so that fused rotary kernels, which know no factor, stay right.
+    """
+    if shape.rope.attention_scaling == 1.0:
+        return None
+    return shape.rope.attention_scaling**2 / math.sqrt(shape.head_dim)
