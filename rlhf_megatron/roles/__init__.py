@@ -1,0 +1,1 @@
+"""Who: actor, critic, reference. Each takes and returns `DataProto` at the trainer's placement, whatever its own layout."""

@@ -1,0 +1,249 @@
+"""Megatron-Core behind two verbs: `forward` (rows in, one result per row out) and `train_batch` (one optimizer step).
+
+The engine feeds all micro-batches of a call to one Megatron schedule, so that a pipeline fills once. Micro-batches are
+compacted (no padding on the left, as little as possible on the right), so that plain causal attention is exact.
+
+Left out here: packed sequences, context parallelism and offload.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from rlhf_megatron.algorithms.losses import BatchTotals
+from rlhf_megatron.algorithms.masked import Stat
+from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
+from rlhf_megatron.data.batching import split_micro_batches
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.shift import ModelInputs, to_model_inputs
+from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
+from rlhf_megatron.models.build import build_model, forward_chunk
+from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.parallel.groups import Groups
+from rlhf_megatron.parallel.megatron_globals import MegatronContext
+from rlhf_megatron.parallel.runtime import Runtime
+from rlhf_megatron.weights.gather import iterate_hf
+from rlhf_megatron.weights.load import LoadReport, load_hf
+
+Results = dict[str, torch.Tensor]
+Metrics = dict[str, Stat]
+Compute = Callable[[torch.Tensor, ModelInputs, DataProto], Results]
+"""(output of the last stage, its inputs, its rows) -> results, each [b, R]."""
+Loss = Callable[[torch.Tensor, ModelInputs, DataProto, BatchTotals], tuple[torch.Tensor, Metrics]]
+"""(output of the last stage, its inputs, its rows, global counts) -> (this micro-batch's share of the loss, metrics)."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is built from.
+
+    Attributes:
+        name: Role name, for error messages.
+        folder: HuggingFace folder of the initial weights.
+        head: "lm" (vocabulary logits) or "value" (a new scalar unless the folder has one).
+        megatron: Layout and precision.
+        optim: Optimizer, or None for a frozen model.
+        seed: Seed of new parameters and dropout.
+        allow_unexpected: fnmatch patterns of tensors in the folder that may be ignored.
+        max_nonfinite_steps: See :class:`TrainableChunks`.
+        trust_remote_code: Whether code carried by the folder may run.
+    """
+
+    name: str
+    folder: str
+    head: str
+    megatron: MegatronConfig
+    optim: OptimConfig | None
+    seed: int
+    allow_unexpected: Sequence[str] = ()
+    max_nonfinite_steps: int = 3
+    trust_remote_code: bool = False
+
+
+class MegatronEngine:
+    """One model, sharded by one layout.
+
+    Args:
+        spec: What to build.
+        groups: Process groups of the layout.
+        runtime: This rank's device.
+
+    All ranks of the layout must construct it. Raises WeightError when the folder does not fit the model.
+    """
+
+    def __init__(self, spec: EngineSpec, groups: Groups, runtime: Runtime):
+        self.name = spec.name
+        self.groups = groups
+        self.layout = groups.layout
+        self.shape = ModelShape.from_folder(spec.folder, trust_remote_code=spec.trust_remote_code)
+        self.context = MegatronContext(groups, seed=spec.seed, name=spec.name, device=runtime.device)
+        self._device = runtime.device
+        self._sequence_multiple = self.layout.tp if spec.megatron.sequence_parallel else 1
+        dtype = torch.bfloat16 if spec.megatron.dtype == "bfloat16" else torch.float32
+        with self.context.active():
+            self.chunks = build_model(self.shape, spec.megatron, groups, head=spec.head, dtype=dtype, seed=spec.seed)
+            self.load_report: LoadReport = load_hf(
+                self.chunks, self.shape, spec.folder, groups, allow_unexpected=spec.allow_unexpected, head=spec.head
+            )
+            self._trainable = (
+                TrainableChunks(self.chunks, spec.megatron, spec.optim, groups, spec.max_nonfinite_steps)
+                if spec.optim is not None
+                else None
+            )
+        if self._trainable is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped so far because the gradient was not finite."""
+        return 0 if self._trainable is None else self._trainable.skipped_steps
+
+    def hf_weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Full tensors under their HuggingFace names, in buckets, on every rank. Collective over the layout's ranks."""
+        return iterate_hf(self.chunks, self.shape, self.groups, bucket_bytes, dtype=dtype)
+
+    @torch.no_grad()
+    def forward(self, data: DataProto, compute: Compute, *, micro_batch_size: int) -> Results:
+        """Runs the model over this shard's rows and computes one result per row and response token.
+
+        Args:
+            data: This shard's rows; the same on its tensor- and pipeline-parallel ranks.
+            compute: Called on the last stage for each micro-batch; gives tensors [b, R] fp32.
+            micro_batch_size: Rows per pass.
+
+        Returns:
+            Tensors [B, R] in the order of the rows, on every rank of the shard (on the CPU).
+
+        Collective over the layout's ranks.
+        """
+        self._train_mode(False)
+
+        def finish(inputs: ModelInputs, rows: DataProto, output: torch.Tensor, non_loss_data: bool = True) -> Results:
+            del non_loss_data
+            return {key: value.float().cpu() for key, value in compute(output, inputs, rows).items()}
+
+        parts: list[Results] = self._run(data, finish, micro_batch_size, forward_only=True)
+        results = None
+        if parts:
+            results = {key: torch.cat([part[key] for part in parts])[: len(data)] for key in parts[0]}
+        return self._from_last_stage(results)
+
+    def train_batch(
+        self, data: DataProto, loss: Loss, totals: BatchTotals, *, micro_batch_size: int
+    ) -> tuple[dict[str, tuple[float, float]], StepResult]:
+        """One optimizer step over this shard's rows of one mini-batch.
+
+        Args:
+            data: This shard's rows of the mini-batch.
+            loss: Called on the last stage for each micro-batch.
+            totals: Counts of the mini-batch over all shards.
+            micro_batch_size: Rows per pass; changes memory and speed, never the result.
+
+        Returns:
+            Metrics as (sum, count) over all shards, and the optimizer step's result; the same on every rank.
+
+        Collective over the layout's ranks.
+        """
+        if self._trainable is None:
+            raise RuntimeError(f"{self.name} is frozen: it was built without an optimizer")
+        self._train_mode(True)
+
+        def finish(inputs: ModelInputs, rows: DataProto, output: torch.Tensor):
+            value, metrics = loss(output, inputs, rows, totals)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
+
+        with self.context.active():
+            self._trainable.zero_grad()
+        parts: list[Metrics] = self._run(data, finish, micro_batch_size, forward_only=False)
+        metrics = self._sum_metrics(parts)
+        with self.context.active():
+            step = self._trainable.step()
+        return metrics, step
+
+    def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums a 1-D tensor over the data-parallel shards. Collective over the layout's data-parallel group."""
+        summed = values.to(self._device, copy=True)
+        torch.distributed.all_reduce(summed, group=self.groups.dp)
+        return summed.to(values.device)
+
+    def _run(self, data: DataProto, finish: Callable, micro_batch_size: int, *, forward_only: bool) -> list:
+        """Feeds every micro-batch to one schedule call; returns what `finish` gave, on the last stage only."""
+        micro_batches = [rows.to(self._device) for rows in self._agreed_micro_batches(data, micro_batch_size)]
+        inputs = [to_model_inputs(rows, multiple_of=self._sequence_multiple) for rows in micro_batches]
+
+        def step(iterator: Iterator, model: torch.nn.Module):
+            index = next(iterator)
+            output = forward_chunk(model, inputs[index].tokens, inputs[index].position_ids)
+            return output, partial(finish, inputs[index], micro_batches[index])
+
+        with self.context.active():
+            layout = self.layout
+            schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
+            modules = self.chunks if self._trainable is None or forward_only else self._trainable.modules
+            communicator = P2PCommunicator(self.groups.pp, self.chunks[0].config) if layout.pp > 1 else None
+            return schedule(
+                forward_step_func=step,
+                data_iterator=[iter(range(len(inputs))) for _ in modules],
+                model=list(modules),
+                num_microbatches=len(inputs),
+                seq_length=max(item.tokens.shape[1] for item in inputs),
+                micro_batch_size=inputs[0].tokens.shape[0],
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                p2p_communicator=communicator,
+                pg_collection=self.groups.collection,
+            )
+
+    def _agreed_micro_batches(self, data: DataProto, micro_batch_size: int) -> list[DataProto]:
+        """Cuts rows into micro-batches, as many as on the shard that has most.
+
+        Shards with fewer run rows that count for nothing: a schedule in which ranks disagree on the number hangs.
+        """
+        count = torch.tensor(max(1, -(-len(data) // micro_batch_size)), device=self._device)
+        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=self.groups.dp)
+        batches = split_micro_batches(data, micro_batch_size)
+        filler = _without_weight(batches[0].select_rows([0]) if batches else _blank_row(data))
+        return batches + [filler] * (int(count) - len(batches))
+
+    def _train_mode(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    def _from_last_stage(self, value):
+        if self.layout.pp == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=self.groups.last_stage_rank, group=self.groups.pp)
+        return box[0]
+
+    def _sum_metrics(self, parts: list[Metrics]) -> dict[str, tuple[float, float]]:
+        """Sums (sum, count) pairs over micro-batches and shards, and gives them to every stage."""
+        summed = None
+        if parts:
+            keys = sorted(parts[0])
+            table = torch.stack(
+                [torch.stack([torch.stack([s.double(), c.double()]) for s, c in (p[k] for k in keys)]) for p in parts]
+            ).sum(0)
+            torch.distributed.all_reduce(table, group=self.groups.dp)
+            summed = {key: (row[0], row[1]) for key, row in zip(keys, table.tolist(), strict=True)}
+        return self._from_last_stage(summed)
+
+
+def _without_weight(rows: DataProto) -> DataProto:
+    """The same rows with an all-zero response mask, so that they add nothing to losses or metrics."""
+    tensors = rows.tensors()
+    tensors["response_mask"] = torch.zeros_like(tensors["response_mask"])
+    return DataProto.from_dict(tensors, meta_info=rows.meta_info)
+
+
+def _blank_row(data: DataProto) -> DataProto:
+    """A row of padding with one real token, for a shard that got no rows at all."""
+    tensors = {key: torch.zeros((1, *value.shape[1:]), dtype=value.dtype) for key, value in data.tensors().items()}
+    prompt_length = tensors["prompts"].shape[1]
+    tensors["attention_mask"][:, prompt_length - 1] = 1
+    return DataProto.from_dict(tensors, meta_info=data.meta_info)

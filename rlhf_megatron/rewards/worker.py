@@ -1,0 +1,72 @@
+"""Scoring as a role: rows at home placement in, scores on the last response token out.
+
+The ranks of one home shard hold the same rows; each scores its part of them, so that a slow reward function is spread
+over all ranks, and the parts are exchanged.
+"""
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.parallel.collectives import all_gather_object
+from rlhf_megatron.parallel.groups import Groups
+from rlhf_megatron.rewards.function import RewardSample
+from rlhf_megatron.rewards.manager import RewardManager, RewardResult
+
+
+class RewardWorkerGroup:
+    """Reward functions on all ranks.
+
+    Args:
+        manager: This rank's scorer.
+        home: Groups of the home layout.
+        tokenizer: Turns responses into text.
+    """
+
+    def __init__(self, manager: RewardManager, home: Groups, tokenizer: PreTrainedTokenizerBase):
+        self.manager = manager
+        self.home = home
+        self.tokenizer = tokenizer
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Adds `token_level_scores` [B, R] fp32 and the column `reward_extra` (a dict per row).
+
+        The score stands on the last response token; a row without response tokens has no place for it and counts 0.
+
+        Collective over the ranks of the home shard. Raises RewardError as `reward.on_error` says.
+        """
+        data.require("responses", "attention_mask", "response_mask", method="compute_rm_score")
+        data.require("data_source", "ground_truth", "uid", method="compute_rm_score")
+        results = self._score_shared(self._samples(data))
+        mask = data.batch["response_mask"].bool()
+        scores = torch.zeros(mask.shape, dtype=torch.float32)
+        rows = mask.any(1).nonzero().flatten()
+        last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+        values = torch.tensor([result.score for result in results], dtype=torch.float32)
+        scores[rows, last[rows]] = values[rows]
+        extra = [{**result.extra, "score": result.score, "error": result.error} for result in results]
+        return DataProto.from_dict({"token_level_scores": scores}, {"reward_extra": extra})
+
+    def _samples(self, data: DataProto) -> list[RewardSample]:
+        columns = data.non_tensor_batch
+        width = data.batch["responses"].shape[1]
+        lengths = data.batch["attention_mask"][:, -width:].sum(1).tolist()
+        extra = columns.get("extra_info", [None] * len(data))
+        return [
+            RewardSample(
+                data_source=columns["data_source"][row],
+                solution_str=self.tokenizer.decode(
+                    data.batch["responses"][row, : lengths[row]].tolist(), skip_special_tokens=True
+                ),
+                ground_truth=columns["ground_truth"][row],
+                extra_info=extra[row],
+                uid=columns["uid"][row],
+            )
+            for row in range(len(data))
+        ]
+
+    def _score_shared(self, samples: list[RewardSample]) -> list[RewardResult]:
+        group = self.home.tp_cp_pp
+        peers, me = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+        parts = all_gather_object(self.manager.score(samples[me::peers]), group)
+        return [parts[index % peers][index // peers] for index in range(len(samples))]

@@ -1,0 +1,69 @@
+"""The value function: one scalar per response token, trained on the returns."""
+
+import torch
+
+from rlhf_megatron.algorithms.losses import BatchTotals, value_loss
+from rlhf_megatron.config.roles import CriticConfig
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.shift import ModelInputs, take_response
+from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.roles.worker_group import WorkerGroup, mean_over_steps
+
+
+class CriticWorkerGroup(WorkerGroup):
+    """The critic.
+
+    Args:
+        engine: A model with a scalar head and an optimizer.
+        home: The trainer's placement.
+        horizon: Longest response in tokens.
+        config: Objective and batch sizes.
+        samples_per_prompt: `rollout.n`, by which `ppo_mini_batch_size` (prompts) becomes rows.
+    """
+
+    def __init__(self, engine: MegatronEngine, home: Layout, horizon: int, config: CriticConfig, *, samples_per_prompt: int):
+        super().__init__(engine, home, horizon)
+        self.config = config
+        self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
+
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Adds `values` [B, R] fp32: the expected return before each response token, 0 past the response's end.
+
+        Collective over the world. Raises DataError when a key is missing.
+        """
+
+        def compute(values: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
+            mask = rows.batch["response_mask"]
+            return {"values": torch.where(mask.bool(), take_response(values, inputs), 0.0)}
+
+        micro = self.config.forward_micro_batch_size_per_gpu or self.config.ppo_micro_batch_size_per_gpu
+        return self._compute(data, compute, (), micro, "compute_values")
+
+    def update_critic(self, data: DataProto) -> dict[str, float]:
+        """Clipped squared-error updates over all mini-batches and epochs.
+
+        Args:
+            data: Rows with `values` and `returns`.
+
+        Returns:
+            Means over the optimizer steps, under verl's names.
+
+        Collective over the world.
+        """
+        keys = ["values", "returns"]
+        steps = self._update(data, self._loss, keys, self.config, self._mini_batch_rows, "update_critic", "critic")
+        return mean_over_steps(steps)
+
+    def _loss(
+        self, vpreds: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals
+    ) -> tuple[torch.Tensor, Metrics]:
+        return value_loss(
+            take_response(vpreds, inputs),
+            rows.batch["values"],
+            rows.batch["returns"],
+            rows.batch["response_mask"],
+            cliprange_value=self.config.cliprange_value,
+            loss_agg_mode=self.config.loss_agg_mode,
+            totals=totals,
+        )

@@ -1,0 +1,45 @@
+"""The frozen policy that the KL penalty holds the actor to."""
+
+import torch
+
+from rlhf_megatron.config.roles import RefConfig
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.shift import ModelInputs
+from rlhf_megatron.engines.megatron_engine import MegatronEngine, Results
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.roles.scoring import response_log_probs
+from rlhf_megatron.roles.worker_group import WorkerGroup
+
+
+class ReferenceWorkerGroup(WorkerGroup):
+    """The reference policy.
+
+    Args:
+        engine: A language model without an optimizer.
+        home: The trainer's placement.
+        horizon: Longest response in tokens.
+        config: Batch sizes.
+        temperature: The sampler's temperature, as for the actor.
+    """
+
+    def __init__(self, engine: MegatronEngine, home: Layout, horizon: int, config: RefConfig, *, temperature: float):
+        super().__init__(engine, home, horizon)
+        self.config = config
+        self._temperature = temperature
+
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Adds `ref_log_prob` [B, R] fp32. Collective over the world. Raises DataError when a key is missing."""
+
+        def compute(logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
+            log_probs, _ = response_log_probs(
+                logits,
+                inputs,
+                group=self.engine.groups.tp,
+                vocab_size=self.engine.shape.vocab_size,
+                temperature=self._temperature,
+                with_entropy=False,
+            )
+            return {"ref_log_prob": log_probs}
+
+        micro = self.config.log_prob_micro_batch_size_per_gpu
+        return self._compute(data, compute, (), micro, "compute_ref_log_prob")

@@ -1,0 +1,319 @@
+"""From a configuration to a running trainer: the one place where roles, engines and data are put together."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_megatron.algorithms.kl import make_kl_controller
+from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
+from rlhf_megatron.config.roles import MegatronConfig, ModelConfig, OptimConfig
+from rlhf_megatron.config.trainer import TrainerConfig
+from rlhf_megatron.data.datasets import Dataset, PromptRow, load_pairs, load_prompts
+from rlhf_megatron.data.loader import StatefulLoader, collate_prompts
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
+from rlhf_megatron.errors import ConfigError, Violation
+from rlhf_megatron.parallel.failures import phase
+from rlhf_megatron.parallel.groups import Groups, build_groups
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.runtime import Runtime, init_runtime
+from rlhf_megatron.rewards.manager import RewardManager
+from rlhf_megatron.rewards.worker import RewardWorkerGroup
+from rlhf_megatron.roles.actor import ActorWorkerGroup
+from rlhf_megatron.roles.critic import CriticWorkerGroup
+from rlhf_megatron.roles.reference import ReferenceWorkerGroup
+from rlhf_megatron.rollout.vllm_engine import VLLMEngine
+from rlhf_megatron.rollout.weight_sync import WeightSync
+from rlhf_megatron.rollout.worker import RolloutWorkerGroup
+from rlhf_megatron.tracking.tracking import NullTracking, Tracking
+from rlhf_megatron.trainer.evaluation import Evaluator
+from rlhf_megatron.trainer.experience import Experience
+from rlhf_megatron.trainer.gates import Gates
+from rlhf_megatron.trainer.ppo_trainer import PPOTrainer, Workers
+from rlhf_megatron.trainer.sft_trainer import SFTTrainer
+from rlhf_megatron.trainer.state import total_steps
+
+
+def run_ppo(config: PPOConfig) -> None:
+    """Builds and runs PPO. Every rank of the job calls it."""
+    runtime = start(config.trainer)
+    with ExitStack() as stack:
+        trainer = build_ppo(config, runtime, stack)
+        trainer.fit()
+        trainer.report()
+
+
+def run_sft(config: SFTConfig) -> None:
+    """Builds and runs supervised fine-tuning. Every rank of the job calls it."""
+    runtime = start(config.trainer)
+    with ExitStack() as stack:
+        trainer = build_sft(config, runtime, stack)
+        trainer.fit()
+
+
+def start(config: TrainerConfig) -> Runtime:
+    """Joins the job.
+
+    Raises:
+        ConfigError: The launcher started another number of ranks than the configuration was validated for.
+    """
+    with phase("start"):
+        runtime = init_runtime(config.device, config.collective_timeout_s)
+        expected = config.nnodes * config.n_gpus_per_node
+        if runtime.world_size != expected:
+            raise ConfigError(
+                [
+                    Violation(
+                        "trainer.nnodes * trainer.n_gpus_per_node",
+                        expected,
+                        f"The launcher started {runtime.world_size} ranks.",
+                        "Start as many ranks as that (torchrun --nnodes, --nproc-per-node), or change the two keys.",
+                    )
+                ]
+            )
+        return runtime
+
+
+def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrainer:
+    """Puts the roles, the data and the trackers together.
+
+    Args:
+        config: The validated configuration.
+        runtime: This rank.
+        stack: Closes worker processes and files when the run is over.
+
+    Collective over the world.
+    """
+    tokenizer = load_tokenizer(config.model)
+    pad = pad_token_id(tokenizer)
+    with phase("build_data"):
+        # Data and reward errors are found before minutes are spent on models.
+        prompts = load_prompts(config.data.train_files, config.data, tokenizer)
+        validation = load_prompts(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
+        manager = stack.enter_context(RewardManager(config.reward))
+    source = PromptSource(prompts, config, pad)
+    roles = Roles(config, runtime)
+    home = roles.groups_of(config.actor.megatron)
+    with phase("build_rollout"):
+        engine = VLLMEngine(
+            config.rollout,
+            config.model.path,
+            config.model.tokenizer_path or config.model.path,
+            config.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
+            runtime,
+            trust_remote_code=config.model.trust_remote_code,
+            seed=config.rollout.seed,
+        )
+    rollout = RolloutWorkerGroup(
+        engine, home.layout, config.rollout, response_length=config.data.max_response_length, pad_token_id=pad
+    )
+    reward = RewardWorkerGroup(manager, home, tokenizer)
+    actor = roles.actor(home)
+    dtype = getattr(torch, config.rollout.dtype)
+    sync = WeightSync(
+        lambda bucket_bytes: actor.weights(bucket_bytes, dtype),
+        engine,
+        bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
+        group=engine.world_group,
+    )
+    critic, ref = roles.critic(home), roles.reference(home)
+    manager.ready()
+    kl_controller = make_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
+    return PPOTrainer(
+        config,
+        Workers(actor, critic, ref, rollout, reward, sync),
+        source,
+        Experience(config.algorithm, home, kl_controller),
+        Evaluator(validation_batches(validation, config, pad), rollout, reward, home),
+        Gates(config.trainer.gates, home),
+        stack.enter_context(make_tracker(config, runtime.rank, len(source))),
+    )
+
+
+def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrainer:
+    """Puts the engine, the data and the trackers together. Collective over the world."""
+    tokenizer = load_tokenizer(config.model)
+    pad, data = pad_token_id(tokenizer), config.data
+    with phase("build_data"):
+        loader = StatefulLoader(
+            load_pairs(data.train_files, data, tokenizer), data.train_batch_size, data.shuffle, data.seed
+        )
+        validation = load_pairs(data.val_files, data, tokenizer) if data.val_files else None
+    with phase("build_actor"):
+        groups = build_groups(Layout.from_config(config.megatron, runtime.ranks))
+        engine = MegatronEngine(
+            EngineSpec(
+                name="actor",
+                folder=config.model.path,
+                head="lm",
+                megatron=config.megatron,
+                optim=config.optim,
+                seed=config.trainer.seed,
+                allow_unexpected=config.model.allow_unexpected,
+                max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+            groups,
+            runtime,
+        )
+    tracker = stack.enter_context(make_tracker(config, runtime.rank, len(loader)))
+    one_pass = None
+    if validation is not None:
+        one_pass = partial(StatefulLoader, validation, data.train_batch_size, False, data.seed, drop_last=False)
+    return SFTTrainer(config, engine, loader, one_pass, pad, tracker)
+
+
+class Roles:
+    """Builds the roles of a PPO run, each with the groups of its own layout.
+
+    Args:
+        config: The validated configuration.
+        runtime: This rank.
+
+    Every rank must call its methods in the same order: building groups is collective over the world.
+    """
+
+    def __init__(self, config: PPOConfig, runtime: Runtime):
+        self._config = config
+        self._runtime = runtime
+
+    def groups_of(self, megatron: MegatronConfig) -> Groups:
+        """Process groups of a layout on all ranks."""
+        return build_groups(Layout.from_config(megatron, self._runtime.ranks))
+
+    def actor(self, home: Groups) -> ActorWorkerGroup:
+        """The policy, at home."""
+        config = self._config
+        with phase("build_actor"):
+            return ActorWorkerGroup(
+                self._engine("actor", "lm", config.actor.megatron, config.actor.optim, home),
+                home.layout,
+                config.data.max_response_length,
+                config.actor,
+                temperature=config.rollout.temperature,
+                samples_per_prompt=config.rollout.n,
+                log_prob_micro_batch_size=config.rollout.log_prob_micro_batch_size_per_gpu,
+            )
+
+    def critic(self, home: Groups) -> CriticWorkerGroup:
+        """The value function."""
+        config = self._config
+        with phase("build_critic"):
+            groups = self.groups_of(config.critic.megatron)
+            return CriticWorkerGroup(
+                self._engine("critic", "value", config.critic.megatron, config.critic.optim, groups),
+                home.layout,
+                config.data.max_response_length,
+                config.critic,
+                samples_per_prompt=config.rollout.n,
+            )
+
+    def reference(self, home: Groups) -> ReferenceWorkerGroup | None:
+        """The frozen policy, when there is one."""
+        config = self._config
+        if config.ref is None:
+            return None
+        with phase("build_ref"):
+            groups = self.groups_of(config.ref.megatron)
+            return ReferenceWorkerGroup(
+                self._engine("ref", "lm", config.ref.megatron, None, groups),
+                home.layout,
+                config.data.max_response_length,
+                config.ref,
+                temperature=config.rollout.temperature,
+            )
+
+    def _engine(
+        self, name: str, head: str, megatron: MegatronConfig, optim: OptimConfig | None, groups: Groups
+    ) -> MegatronEngine:
+        config = self._config
+        own = config.critic.model if name == "critic" else None
+        spec = EngineSpec(
+            name=name,
+            folder=(own.path if own else None) or config.model.path,
+            head=head,
+            megatron=megatron,
+            optim=optim,
+            seed=config.trainer.seed,
+            allow_unexpected=own.allow_unexpected if own else config.model.allow_unexpected,
+            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        return MegatronEngine(spec, groups, self._runtime)
+
+
+class PromptSource:
+    """Endless batches of prompts, the same on every rank.
+
+    Args:
+        dataset: Training prompts.
+        config: Batch size, order and limits.
+        pad_token_id: Fills shorter prompts.
+    """
+
+    def __init__(self, dataset: Dataset[PromptRow], config: PPOConfig, pad_token_id: int):
+        data = config.data
+        self.loader = StatefulLoader(dataset, data.train_batch_size, data.shuffle, data.seed)
+        self._collate = partial(collate_prompts, pad_id=pad_token_id, max_prompt_length=data.max_prompt_length)
+
+    def __len__(self) -> int:
+        """Batches per pass over the prompts."""
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        """Pass over the prompts that the next batch belongs to, from 0."""
+        return self.loader.epoch
+
+    def next_batch(self) -> DataProto:
+        """The next batch."""
+        return self._collate(self.loader.next_batch())
+
+
+def validation_batches(
+    dataset: Dataset[PromptRow] | None, config: PPOConfig, pad_token_id: int
+) -> Callable[[], Iterator[DataProto]] | None:
+    """Gives one pass over the validation prompts at each call; None without any."""
+    if dataset is None:
+        return None
+    data = config.data
+
+    def one_pass() -> Iterator[DataProto]:
+        loader = StatefulLoader(dataset, data.val_batch_size or len(dataset), False, data.seed, drop_last=False)
+        for samples in loader:
+            yield collate_prompts(samples, pad_token_id, data.max_prompt_length)
+
+    return one_pass
+
+
+def make_tracker(config: PPOConfig | SFTConfig, rank: int, batches_per_epoch: int) -> Tracking | NullTracking:
+    """The tracker of rank 0; nothing on other ranks."""
+    if rank != 0:
+        return NullTracking()
+    trainer = config.trainer
+    return Tracking(
+        trainer.logger,
+        trainer.default_local_dir,
+        trainer.project_name,
+        trainer.experiment_name,
+        config.model_dump(mode="json"),
+        total_steps=total_steps(trainer, batches_per_epoch),
+    )
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder, or of `model.tokenizer_path`."""
+    return AutoTokenizer.from_pretrained(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
+    )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id that fills padding: the tokenizer's own, else its end-of-sequence id (padding is masked, so any will do)."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0

@@ -1,0 +1,238 @@
+"""The PPO loop. One step reads like the paper:
+
+    prompts -> sync weights -> generate -> score -> old and reference log-probs, values -> KL, advantages -> updates
+
+Every rank runs the same loop over the rows of its home shard. What varies between runs (estimators, layouts, engines)
+is an object chosen when the trainer is built (`build.py`), so the loop has no modes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rlhf_megatron.checkpoint.hf_export import export_hf
+from rlhf_megatron.config.ppo import PPOConfig
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.parallel.failures import phase
+from rlhf_megatron.rewards.worker import RewardWorkerGroup
+from rlhf_megatron.roles.actor import ActorWorkerGroup
+from rlhf_megatron.roles.critic import CriticWorkerGroup
+from rlhf_megatron.roles.reference import ReferenceWorkerGroup
+from rlhf_megatron.rollout.weight_sync import WeightSync
+from rlhf_megatron.rollout.worker import RolloutWorkerGroup
+from rlhf_megatron.tracking.console import summary_table
+from rlhf_megatron.tracking.timers import Timers, throughput
+from rlhf_megatron.tracking.tracking import Tracker
+from rlhf_megatron.trainer.evaluation import Evaluator
+from rlhf_megatron.trainer.experience import Experience
+from rlhf_megatron.trainer.gates import Gates
+from rlhf_megatron.trainer.metrics import batch_metrics, global_tokens, sample_rows
+from rlhf_megatron.trainer.placement import to_home
+from rlhf_megatron.trainer.state import TrainState, total_steps
+
+
+@dataclass
+class Workers:
+    """Who takes part in a step.
+
+    Attributes:
+        actor: The policy.
+        critic: The value function.
+        ref: The frozen reference, or None without any KL to it.
+        rollout: Generation.
+        reward: Scoring.
+        sync: Actor's weights to the rollout engine.
+    """
+
+    actor: ActorWorkerGroup
+    critic: CriticWorkerGroup
+    ref: ReferenceWorkerGroup | None
+    rollout: RolloutWorkerGroup
+    reward: RewardWorkerGroup
+    sync: WeightSync
+
+
+class Prompts(Protocol):
+    """Endless batches of prompts."""
+
+    epoch: int
+
+    def __len__(self) -> int:
+        """Batches per pass."""
+        ...
+
+    def next_batch(self) -> DataProto:
+        """The next batch, whole, the same on every rank."""
+        ...
+
+
+class PPOTrainer:
+    """Proximal policy optimization with a critic (Schulman et al. 2017) on prompts with a reward.
+
+    Args:
+        config: The validated configuration.
+        workers: The roles.
+        prompts: Endless batches of prompts; every rank sees the same ones.
+        experience: From scores to advantages.
+        evaluator: Validation.
+        gates: Exactness gates.
+        tracker: Where metrics go (rank 0), or nowhere (other ranks).
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        workers: Workers,
+        prompts: Prompts,
+        experience: Experience,
+        evaluator: Evaluator,
+        gates: Gates,
+        tracker: Tracker,
+    ):
+        self.config = config
+        self.workers = workers
+        self.prompts = prompts
+        self.experience = experience
+        self.evaluator = evaluator
+        self.gates = gates
+        self.tracker = tracker
+        self.timers = Timers(torch.cuda.synchronize if torch.cuda.is_available() else None)
+        self.state = TrainState(total_steps=total_steps(config.trainer, len(prompts)))
+        self._sync_metrics: dict[str, float] = {}
+
+    def fit(self) -> TrainState:
+        """Trains until `total_training_steps` or `total_epochs`, validates, and exports the policy.
+
+        Returns:
+            The final state, with all validation metrics.
+
+        Collective over the world. Raises GateError when a gate fails and NonFiniteError after too many skipped steps.
+        """
+        if self.config.trainer.val_before_train:
+            self.validate()
+        while not self.state.is_over:
+            prompts = self.next_prompts()
+            with self.timers("step"):
+                batch, metrics = self.train_step(prompts)
+            self.log(batch, metrics)
+            if self.state.is_due(self.config.trainer.test_freq):
+                self.validate()
+        self.export()
+        return self.state
+
+    def train_step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """One step of the algorithm.
+
+        Args:
+            prompts: This rank's home shard, one row per answer.
+
+        Returns:
+            The rows with everything that was computed about them, and metrics.
+
+        Collective over the world.
+        """
+        workers = self.workers
+        metrics = self.sync_weights()
+        with self.phase("gen"):
+            batch = workers.rollout.generate_sequences(prompts)
+        with self.phase("reward"):
+            batch = batch.union(workers.reward.compute_rm_score(batch))
+        with self.phase("old_log_prob"):
+            batch = batch.union(workers.actor.compute_log_prob(batch))
+        if workers.ref is not None:
+            with self.phase("ref"):
+                batch = batch.union(workers.ref.compute_ref_log_prob(batch))
+        with self.phase("values"):
+            batch = batch.union(workers.critic.compute_values(batch))
+        with self.phase("adv"):
+            metrics |= self.gates.check_rollout(batch, self.state)
+            batch, advantage_metrics = self.experience.compute_advantage(batch)
+        with self.phase("update_critic"):
+            critic_metrics = workers.critic.update_critic(batch)
+        with self.phase("update_actor"):
+            actor_metrics = self.update_actor(batch)
+        return batch, metrics | advantage_metrics | critic_metrics | actor_metrics
+
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """Updates the policy, but for the first `critic_warmup` steps, in which only the critic learns."""
+        if self.state.global_step <= self.config.trainer.critic_warmup:
+            return {}
+        metrics = self.workers.actor.update_actor(batch)
+        self.state.actor_version += 1
+        self.gates.check_update(metrics, self.state)
+        return metrics
+
+    def next_prompts(self) -> DataProto:
+        """Begins a step: the next batch of prompts, this rank's home shard of it, one row per answer."""
+        with self.phase("data"):
+            self.state.epoch = self.prompts.epoch
+            prompts = to_home(self.prompts.next_batch(), self.config.rollout.n, self.experience.home)
+        self.state.global_step += 1
+        prompts.meta_info["global_step"] = self.state.global_step
+        return prompts
+
+    def sync_weights(self) -> dict[str, float]:
+        """Brings the actor's weights to the rollout engine unless it holds them already."""
+        if self.state.rollout_version != self.state.actor_version:
+            with self.phase("sync_weights"):
+                self._sync_metrics = self.workers.sync.sync()
+            self.state.rollout_version = self.state.actor_version
+        return dict(self._sync_metrics)
+
+    def validate(self) -> None:
+        """Answers the validation prompts with the current weights and logs `val-core/<source>/...`."""
+        if not self.evaluator.has_data:
+            return
+        self.sync_weights()
+        with self.phase("testing"):
+            metrics = self.evaluator.evaluate(self.state.global_step)
+        self.state.validations[self.state.global_step] = metrics
+        self.tracker.log(metrics, step=self.state.global_step)
+
+    def log(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Records a step's metrics, timings and samples."""
+        with self.phase("log"):
+            home, step = self.experience.home, self.state.global_step
+            timings = self.timers.pop()
+            metrics = metrics | batch_metrics(batch, home) | timings
+            metrics |= throughput(global_tokens(batch, home), timings["timing_s/step"], len(home.layout.ranks))
+            metrics |= {"training/global_step": float(step), "training/epoch": float(self.state.epoch)}
+            self.tracker.log(metrics, step=step)
+            samples = sample_rows(batch, self.workers.reward.tokenizer, self.config.trainer.log_samples)
+            self.tracker.log_samples(samples, step=step)
+
+    def export(self) -> None:
+        """Writes the policy as a HuggingFace folder, `<run>/hf_model`."""
+        if not self.config.trainer.export_hf:
+            return
+        with self.phase("export"):
+            engine = self.workers.actor.engine
+            folder = f"{self.config.trainer.default_local_dir}/hf_model"
+            export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
+            self.state.hf_folder = folder
+
+    def report(self) -> None:
+        """Prints what the run reached and where its results are (rank 0)."""
+        if torch.distributed.get_rank() != 0:
+            return
+        folder = self.config.trainer.default_local_dir
+        steps = sorted(self.state.validations)
+        rows: list[dict[str, object]] = []
+        for name in self.state.validations[steps[0]] if steps else []:
+            first, last = self.state.validations[steps[0]][name], self.state.validations[steps[-1]][name]
+            rows.append({"validation": name, f"step {steps[0]}": first, f"step {steps[-1]}": last, "gain": last - first})
+        if rows:
+            summary_table("Validation", rows)
+        places = {"records": folder, "TensorBoard": f"{folder}/tensorboard", "samples": f"{folder}/samples.jsonl"}
+        if self.state.hf_folder:
+            places["HuggingFace folder"] = self.state.hf_folder
+        summary_table("Results", [{"what": what, "where": where} for what, where in places.items()])
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase as `timing_s/<name>` and names it in error messages."""
+        with phase(name), self.timers(name):
+            yield

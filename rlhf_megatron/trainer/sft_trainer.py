@@ -1,0 +1,135 @@
+"""Supervised fine-tuning on the engine that RL uses: prompt and answer pairs, token-mean cross-entropy on the answers.
+
+A pair has the form of a sampled answer (prompt, response, response mask), so that the engine, the token shift and the
+global token count are the same code as in PPO.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
+from rlhf_megatron.algorithms.masked import masked_stat
+from rlhf_megatron.checkpoint.hf_export import export_hf
+from rlhf_megatron.config.ppo import SFTConfig
+from rlhf_megatron.data.batching import assign_rows
+from rlhf_megatron.data.loader import StatefulLoader, collate_pairs
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.shift import ModelInputs
+from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
+from rlhf_megatron.parallel.failures import phase
+from rlhf_megatron.roles.scoring import response_log_probs
+from rlhf_megatron.tracking.timers import Timers
+from rlhf_megatron.tracking.tracking import Tracker
+from rlhf_megatron.trainer.state import TrainState, total_steps
+
+
+class SFTTrainer:
+    """The loop of supervised fine-tuning.
+
+    Args:
+        config: The validated configuration.
+        engine: A language model with an optimizer.
+        loader: Training pairs; every rank sees the same ones.
+        val_loader: Gives a fresh pass over the validation pairs at each call, or None.
+        pad_token_id: Fills shorter rows.
+        tracker: Where metrics go (rank 0), or nowhere (other ranks).
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        engine: MegatronEngine,
+        loader: StatefulLoader,
+        val_loader,
+        pad_token_id: int,
+        tracker: Tracker,
+    ):
+        self.config = config
+        self.engine = engine
+        self.loader = loader
+        self.val_loader = val_loader
+        self.tracker = tracker
+        self.timers = Timers(torch.cuda.synchronize if torch.cuda.is_available() else None)
+        self._pad_token_id = pad_token_id
+        self.state = TrainState(total_steps=total_steps(config.trainer, len(loader)))
+
+    def fit(self) -> TrainState:
+        """Trains, validates and exports. Collective over the world."""
+        while not self.state.is_over:
+            with self.phase("step"):
+                metrics = self.train_step(collate_pairs(self.loader.next_batch(), self._pad_token_id))
+            self.state.global_step += 1
+            self.tracker.log(metrics | self.timers.pop(), step=self.state.global_step)
+            if self.state.is_due(self.config.trainer.test_freq):
+                self.validate()
+        self.export()
+        return self.state
+
+    def train_step(self, pairs: DataProto) -> dict[str, float]:
+        """One optimizer step over a global batch, the same on every rank. Collective over the world."""
+        rows = self._my_rows(pairs)
+        totals = BatchTotals.from_mask(rows.batch["response_mask"], reduce=self.engine.sum_over_shards)
+        metrics, step = self.engine.train_batch(
+            rows, self._loss, totals, micro_batch_size=self.config.data.micro_batch_size_per_gpu
+        )
+        total, count = metrics["train/loss"]
+        return {"train/loss": total / max(count, 1.0), "train/grad_norm": step.grad_norm, "train/lr": step.lr}
+
+    def validate(self) -> None:
+        """Logs `val/loss`, the mean cross-entropy per answer token of the validation pairs. Collective over the world."""
+        if self.val_loader is None:
+            return
+        sums = torch.zeros(2, dtype=torch.float64)
+        with self.phase("testing"):
+            for samples in self.val_loader():
+                rows = self._my_rows(collate_pairs(samples, self._pad_token_id))
+                micro = self.config.data.micro_batch_size_per_gpu
+                log_probs = self.engine.forward(rows, self._scores, micro_batch_size=micro)["log_probs"]
+                sums += torch.stack(masked_stat(-log_probs, rows.batch["response_mask"]))
+        total, count = self.engine.sum_over_shards(sums).tolist()
+        metrics = {"val/loss": total / max(count, 1.0)}
+        self.state.validations[self.state.global_step] = metrics
+        self.tracker.log(metrics, step=self.state.global_step)
+
+    def export(self) -> None:
+        """Writes the model as a HuggingFace folder, `<run>/hf_model`."""
+        if not self.config.trainer.export_hf:
+            return
+        with self.phase("export"):
+            engine, folder = self.engine, f"{self.config.trainer.default_local_dir}/hf_model"
+            export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
+            self.state.hf_folder = folder
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase as `timing_s/<name>` and names it in error messages."""
+        with phase(name), self.timers(name):
+            yield
+
+    def _my_rows(self, pairs: DataProto) -> DataProto:
+        lengths = dict(enumerate(pairs.batch["attention_mask"].sum(-1).tolist()))
+        rows = assign_rows([range(len(pairs))], self.engine.layout.num_shards, lengths).rows
+        return pairs.select_rows(rows[self.engine.groups.shard])
+
+    def _log_probs(self, logits: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
+        log_probs, _ = response_log_probs(
+            logits,
+            inputs,
+            group=self.engine.groups.tp,
+            vocab_size=self.engine.shape.vocab_size,
+            temperature=1.0,
+            with_entropy=False,
+        )
+        return log_probs
+
+    def _scores(self, logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
+        return {"log_probs": self._log_probs(logits, inputs)}
+
+    def _loss(
+        self, logits: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals
+    ) -> tuple[torch.Tensor, Metrics]:
+        mask = rows.batch["response_mask"]
+        per_token = -self._log_probs(logits, inputs)
+        return agg_loss(per_token, mask, "token-mean", totals), {"train/loss": masked_stat(per_token, mask)}
