@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.config.rollout import RolloutConfig
 from rlhf_megatron.errors import DataError, GateError, LayoutError, RLHFError, WeightError
+from rlhf_megatron.parallel.groups import group_for_ranks
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rollout.sampling import Completion, SamplingRequest, requests_digest
 from rlhf_megatron.rollout.weight_sync import Bucket, TensorChecksum, WeightStream
@@ -26,7 +27,7 @@ from rlhf_megatron.rollout.weight_sync import Bucket, TensorChecksum, WeightStre
 if TYPE_CHECKING:
     from rlhf_megatron.parallel.runtime import Runtime
 
-# vLLM's default on CPU is 128: prompts shorter than a block share nothing, and each sample takes a whole block at least.
+# vLLM's default on CPU is 128: prompts shorter than a block share nothing, and every sample takes a whole block.
 _CPU_BLOCK_SIZE = 32
 
 # What vLLM writes into the environment of the process that must not reach the trainer or its child processes.
@@ -77,12 +78,9 @@ class VLLMEngine:
         self._state: State = "awake"
         self._unusable: str | None = "no weights were loaded yet"
         self._checksums: dict[str, TensorChecksum] = {}
-        self.world_group = _object_group(range(dist.get_world_size()))
-        self._peers = self._peer_group(runtime.rank)
+        self._peers = self._peer_group()
         with _trainer_state_kept(self._device):
-            self._llm = _build_llm(
-                config, model_path, tokenizer_path, max_model_len, runtime, trust_remote_code, seed, self.world_group
-            )
+            self._llm = _build_llm(config, model_path, tokenizer_path, max_model_len, runtime, trust_remote_code, seed)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
 
     def generate(self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingRequest]) -> list[Completion]:
@@ -197,6 +195,11 @@ class VLLMEngine:
             raise WeightError("vLLM could not empty its prefix cache: requests are still running.")
 
     @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The group over all replicas, for what must agree between them."""
+        return dist.group.WORLD
+
+    @property
     def state(self) -> State:
         """``awake`` (can generate), ``weights`` (weights in memory, no KV cache) or ``asleep``."""
         return self._state
@@ -241,14 +244,10 @@ class VLLMEngine:
     def _receiver(self) -> Any:
         return self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
 
-    def _peer_group(self, rank: int) -> dist.ProcessGroup | None:
+    def _peer_group(self) -> dist.ProcessGroup | None:
         """This rank's replica as a group; None when it is alone. Creation is collective over the world."""
-        mine = None
-        for ranks in self.replicas.groups("tp"):
-            if len(ranks) > 1:
-                group = _object_group(ranks)
-                mine = group if rank in ranks else mine
-        return mine
+        groups = [group_for_ranks(ranks) for ranks in self.replicas.groups("tp") if len(ranks) > 1]
+        return next((group for group in groups if group is not None), None)
 
     def _require_ready(self) -> None:
         if self._unusable is not None:
@@ -281,19 +280,14 @@ class VLLMEngine:
             if len(prompt) + request.max_tokens > self.max_model_len:
                 raise DataError(
                     f"Prompt {index} of the batch has {len(prompt)} tokens and asks for up to {request.max_tokens} "
-                    f"more, but rollout.max_model_len is {self.max_model_len}. Shorten the prompt (data.max_prompt_length"
-                    ", data.truncation) or raise the limit."
+                    f"more, but rollout.max_model_len is {self.max_model_len}. Shorten the prompt "
+                    "(data.max_prompt_length, data.truncation) or raise the limit."
                 )
             if min(prompt) < 0 or max(prompt) >= self._vocab_size:
                 raise DataError(
                     f"Prompt {index} of the batch has token ids outside of the model's vocabulary [0, "
                     f"{self._vocab_size}); is the tokenizer the model's?"
                 )
-
-
-def _object_group(ranks: Iterable[int]) -> dist.ProcessGroup:
-    """A group that can move Python objects whatever the default group's backend. Collective over the world."""
-    return dist.new_group(list(ranks), backend="gloo")  # type: ignore[return-value]
 
 
 def _completion(output: Any) -> Completion:
@@ -315,7 +309,6 @@ def _build_llm(
     runtime: "Runtime",
     trust_remote_code: bool,
     seed: int,
-    world_group: dist.ProcessGroup,
 ) -> Any:
     on_cpu = torch.device(runtime.device).type == "cpu"
     _set_environment(config, runtime, on_cpu)
@@ -332,7 +325,7 @@ def _build_llm(
     arguments: dict[str, Any]
     if on_cpu:
         identity: list[str | None] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(identity, src=0, group=world_group)
+        dist.broadcast_object_list(identity, src=0)
         arguments = {
             "kv_cache_memory_bytes": config.cpu_kvcache_space_gib << 30,
             "block_size": _CPU_BLOCK_SIZE,
