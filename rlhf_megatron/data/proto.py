@@ -3,8 +3,8 @@
 :class:`DataProto` holds three things: tensors that share their first dimension (``batch``, a tensordict), one object
 array per non-tensor column (``non_tensor_batch``) and facts about the whole batch (``meta_info``). Names and semantics
 are those of verl's class of the same name: ``union``, ``pop``, ``reorder`` and ``to`` change the object and return it
-(``pop`` returns what it took), everything else returns a new object. Unlike there, saving never pickles, and every misuse
-is a :class:`DataError` that names the key.
+(``pop`` returns what it took), everything else returns a new object. Unlike there, saving never pickles, and every
+misuse is a :class:`DataError` that names the key.
 
 Left out: futures, nested tensors, and padding inside ``chunk`` (call :meth:`DataProto.pad_to_divisor` first).
 """
