@@ -57,7 +57,7 @@ def test_lambda_one_is_reward_to_go_and_zero_is_td():
     assert compute_gae(rewards, values, torch.ones(1, 3), 1.0, 0.0)[1].tolist() == [[0.0, 4.0, 3.0]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_equals_oracle_for_any_mask(data):
     rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 8))
@@ -92,11 +92,11 @@ def test_masked_positions_have_no_influence(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     rewards, values = torch.randn(2, rows, width, generator=generator)
     mask = torch.rand(rows, width, generator=generator) < 0.5
-    dirty = []
-    for clean in (rewards, values):
-        garbage = data.draw(st.sampled_from([NAN, INF, -INF, 1e30]))
-        dirty.append(torch.where(mask, clean, garbage))
-    expected, got = compute_gae(rewards, values, mask, 0.9, 0.8), compute_gae(*dirty, mask, 0.9, 0.8)
+    garbage = st.sampled_from([NAN, INF, -INF, 1e30])
+    dirty_rewards = torch.where(mask, rewards, data.draw(garbage))
+    dirty_values = torch.where(mask, values, data.draw(garbage))
+    expected = compute_gae(rewards, values, mask, 0.9, 0.8)
+    got = compute_gae(dirty_rewards, dirty_values, mask, 0.9, 0.8)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     assert got[0][~mask].eq(0).all() and got[1][~mask].eq(0).all()
@@ -107,8 +107,8 @@ def test_padding_rows_and_columns_change_nothing():
     rewards, values = torch.randn(2, 3, 5, generator=generator)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
     expected, _ = compute_gae(rewards, values, mask, 0.99, 0.95)
-    wide = [torch.nn.functional.pad(tensor, (0, 4), value=NAN) for tensor in (rewards, values)]
-    padded, _ = compute_gae(*wide, torch.nn.functional.pad(mask, (0, 4)), 0.99, 0.95)
+    wide_rewards, wide_values = (torch.nn.functional.pad(tensor, (0, 4), value=NAN) for tensor in (rewards, values))
+    padded, _ = compute_gae(wide_rewards, wide_values, torch.nn.functional.pad(mask, (0, 4)), 0.99, 0.95)
     assert torch.equal(padded[:, :5], expected)
     assert padded[2].eq(0).all()
     for row in range(3):

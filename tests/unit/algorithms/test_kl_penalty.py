@@ -56,7 +56,10 @@ def test_estimators_equal_oracle(kind):
     generator = torch.Generator().manual_seed(0)
     log_prob = torch.randn(4, 50, generator=generator, dtype=torch.float64) * 4
     ref = torch.randn(4, 50, generator=generator, dtype=torch.float64) * 4
-    expected = [[kl_oracle(a, b, kind) for a, b in zip(*rows, strict=True)] for rows in zip(log_prob, ref, strict=True)]
+    expected = [
+        [kl_oracle(a, b, kind) for a, b in zip(*rows, strict=True)]
+        for rows in zip(log_prob.tolist(), ref.tolist(), strict=True)
+    ]
     # Same formula in fp64; exp(x) - 1 - x near 0 cancels, hence the absolute term.
     torch.testing.assert_close(
         kl_penalty(log_prob, ref, kind), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
@@ -102,7 +105,7 @@ def test_expectations_over_a_whole_distribution():
 
 
 def test_unknown_estimator():
-    with pytest.raises(ConfigError, match="k4.*Use k1, k2, k3 or abs"):
+    with pytest.raises(ConfigError, match=r"k4.*Use k1, k2, k3 or abs"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")  # pyright: ignore[reportArgumentType]
 
 

@@ -55,8 +55,8 @@ def test_by_hand():
     log_prob = torch.tensor([[1.0, 2.0, 0.5, 1.0, 0.5, 2.0, 4.0]], dtype=torch.float64).log()
     advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0]], dtype=torch.float64)
     loss, metrics, gradient = run(log_prob, torch.zeros_like(log_prob), advantages, torch.ones(1, 7))
-    # Losses: -1; -1.3 (2 clipped to 1.3); -0.5; 1; 0.8 (0.5 clipped to 0.8); 2 (the clip does not help); 3 (dual, not 4).
-    # Sum 4.0.
+    # Losses: -1; -1.3 (2 clipped to 1.3); -0.5; 1; 0.8 (0.5 clipped to 0.8); 2 (the clip does not help);
+    # 3 (dual clip, not 4). Sum 4.0.
     assert loss.item() == pytest.approx(4.0 / 7, rel=1e-12)
     # Gradient -A r where not clipped, else 0; divided by 7 tokens.
     expected = [-1.0, 0.0, -0.5, 1.0, 0.0, 2.0, 0.0]
