@@ -193,6 +193,7 @@ def _repaired(filled: dict[str, Any], schema: type[Schema], tainted: set[str]) -
         node = _get(filled, parent) if parent else filled
         if isinstance(node, dict):
             node.pop(name, None)
+    filled = _fill(filled, schema)
     for leaf in leaves(schema):
         if leaf.field.is_required() and any(f"{leaf.path}.".startswith(f"{path}.") for path in tainted):
             parent, _, name = leaf.path.rpartition(".")
@@ -201,6 +202,6 @@ def _repaired(filled: dict[str, Any], schema: type[Schema], tainted: set[str]) -
                 base = getattr(leaf.field.annotation, "__origin__", leaf.field.annotation)
                 node[name] = _STAND_IN.get(base)  # pyright: ignore[reportArgumentType]
     try:
-        return schema.model_validate(_fill(filled, schema))
+        return schema.model_validate(filled)
     except ValidationError:
         return None
