@@ -16,14 +16,22 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections import deque
 from dataclasses import asdict, dataclass, field
 
 from rlhf_megatron.rewards import builtin, framing
 from rlhf_megatron.rewards.function import Outcome
-from rlhf_megatron.rewards.worker_process import PoolSetup, ignore_termination, serve, set_process_option
+from rlhf_megatron.rewards.processes import (
+    adopt_orphans,
+    children,
+    describe_exit,
+    ignore_termination,
+    kill,
+    kill_group,
+)
+from rlhf_megatron.rewards.worker_process import PoolSetup, serve
 
-_PR_SET_CHILD_SUBREAPER = 36
 _PARENT_CHECK_S = 1.0
 _LAST_WORDS_S = 1.0
 """How long a worker that closed its socket may take to end before it is killed."""
@@ -56,12 +64,13 @@ class Dispatcher:
     Args:
         parent: Socket to the rank.
         setup: What to run, and its limits.
+        parent_pid: Process id of the rank.
     """
 
-    def __init__(self, parent: socket.socket, setup: PoolSetup):
+    def __init__(self, parent: socket.socket, setup: PoolSetup, parent_pid: int):
         self.parent = parent
         self.setup = setup
-        self.parent_pid = os.getppid()
+        self.parent_pid = parent_pid
         self.workers: dict[int, _Worker] = {}
         self.batch: _Batch | None = None
         self.ready_asked = False
@@ -187,7 +196,7 @@ class Dispatcher:
         except (BrokenPipeError, ConnectionResetError):
             pass  # The dispatcher is gone.
         except BaseException:
-            sys.excepthook(*sys.exc_info())
+            traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -268,9 +277,8 @@ class Dispatcher:
         worker.deadline = float("inf")
         worker.cause = worker.cause or Outcome("died", detail="killed")
         worker.killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(worker.pid, signal.SIGKILL)
-        _kill_group(worker.pid)
+        kill(worker.pid)
+        kill_group(worker.pid)
 
     def _reap(self) -> None:
         while True:
@@ -289,11 +297,12 @@ class Dispatcher:
             self._drain(worker)
             self._forget_socket(worker)
         del self.workers[worker.pid]
-        _kill_group(worker.pid)
+        kill_group(worker.pid)
         self._kill_orphans()
         cause = worker.cause if worker.killed else None
         if cause is None:
-            cause = Outcome("died", detail=f"the worker process ended ({_describe_exit(status)}) before it was done")
+            how = describe_exit(status)
+            cause = Outcome("died", detail=f"the worker process ended ({how}) before it was done")
         if worker.ready:
             if worker.task is not None:
                 seconds = time.monotonic() - worker.started
@@ -310,10 +319,9 @@ class Dispatcher:
 
     def _kill_orphans(self) -> None:
         """Kills what left its worker's process group and, its worker being dead, has become a child of this process."""
-        for pid in _children():
+        for pid in children():
             if pid not in self.workers:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                kill(pid)
 
     def _kill_all(self) -> None:
         for worker in self.workers.values():
@@ -329,37 +337,16 @@ class Dispatcher:
                 return
 
 
-def _kill_group(leader: int) -> None:
-    """Kills what a worker has started; the group's number stays taken while it has a member, even without its leader."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(pid) for pid in file.read().split()]
-    except OSError:
-        return []
-
-
-def _describe_exit(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exit code {code}"
-    hint = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
-    return f"signal {signal.Signals(-code).name}{hint}"
-
-
-def main(descriptor: int, setup: dict) -> None:
+def main(descriptor: int, setup: dict, parent_pid: int) -> None:
     """Entry of the process.
 
     Args:
         descriptor: Inherited file descriptor of the socket to the rank.
         setup: Fields of `PoolSetup`.
+        parent_pid: Process id of the rank.
     """
     ignore_termination()
-    set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     parent = socket.socket(fileno=descriptor)
     pool = PoolSetup(**setup)
     if pool.function.get("path") is None:
@@ -367,4 +354,4 @@ def main(descriptor: int, setup: dict) -> None:
             # A package that is missing is reported by the first sample that needs it.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-    Dispatcher(parent, pool).run()
+    Dispatcher(parent, pool, parent_pid).run()

@@ -1,10 +1,11 @@
 """The reward function protocol: loading one from a user's file, calling it, and judging what it returned.
 
 The signature is verl's: ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``, called
-with keywords, returning a number, a bool, or a dict with ``score``. Left out on purpose: verl's acceptance of tuples and
-strings (``float(result[0])``), which turns ``"no answer"`` into a confusing failure far from its cause.
+with keywords, returning a number, a bool, or a dict with ``score``. Left out on purpose: verl's acceptance of tuples
+and strings (``float(result[0])``), which turns ``"no answer"`` into a confusing failure far from its cause.
 """
 
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -13,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -193,8 +195,8 @@ def _read_number(value: object, where: str) -> float:
         if inspect.iscoroutine(value):
             value.close()
         raise RewardError(
-            f"the reward function returned {where}{_short(value)} of type {type(value).__name__}, not a score. Return a "
-            f"finite number, a bool, or a dict with such a 'score'.{hint}"
+            f"the reward function returned {where}{_short(value)} of type {type(value).__name__}, not a score. "
+            f"Return a finite number, a bool, or a dict with such a 'score'.{hint}"
         )
     try:
         score = float(number)
@@ -215,15 +217,13 @@ def to_plain(value: object) -> object:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(item) for item in value]
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real | Decimal):
         return float(value)
-    if hasattr(value, "item") and getattr(value, "size", None) != 0:
-        try:
-            return to_plain(value.item())
-        except (TypeError, ValueError, RuntimeError):
-            pass
-    if hasattr(value, "tolist"):
-        return to_plain(value.tolist())
+    for method in ("item", "tolist"):  # Of NumPy and of torch; item refuses more than one element.
+        convert = getattr(value, method, None)
+        if convert is not None:
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                return to_plain(convert())
     return _short(value, 1000)
 
 

@@ -29,36 +29,23 @@ import json, sys
 boot = json.loads(sys.stdin.readline())
 sys.path[:] = boot["path"]
 from rlhf_megatron.rewards.dispatcher import main
-main(boot["descriptor"], boot["setup"])
+main(boot["descriptor"], boot["setup"], boot["parent_pid"])
 """
 
 # A reward function that starts a process group (or a library that starts one unasked because these are set) would join
 # the trainer's rendezvous as a second process of this rank.
 RANK_VARIABLES = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "ROLE_NAME",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "SLURM_PROCID",
-        "SLURM_LOCALID",
-        "SLURM_NODEID",
-        "SLURM_NTASKS",
-        "SLURM_NPROCS",
-    ]
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"),
+    )
 )
 RANK_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_", "NCCL_ASYNC_", "OMPI_", "PMI_", "PMIX_", "VLLM_DP_")
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's environment without what makes it a rank; one thread per library, as many processes share a node."""
+    """This process's environment without what makes it a rank; one thread per library, as workers share the node."""
     kept = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES and not k.startswith(RANK_PREFIXES)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return threads | kept
@@ -96,7 +83,7 @@ class RewardPool:
                 start_new_session=True,
             )
             path = [entry or os.getcwd() for entry in sys.path]
-            boot = {"path": path, "descriptor": theirs.fileno(), "setup": asdict(setup)}
+            boot = {"path": path, "descriptor": theirs.fileno(), "setup": asdict(setup), "parent_pid": os.getpid()}
             if self._process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
                     stdin.write(json.dumps(boot).encode() + b"\n")

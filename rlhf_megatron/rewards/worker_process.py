@@ -4,14 +4,12 @@ Forked by the dispatcher. What it runs is the user's code, so nothing here relie
 leave the process alive; the dispatcher looks after that.
 """
 
-import ctypes
 import faulthandler
 import gc
 import json
 import os
 import pickle
 import random
-import signal
 import socket
 import sys
 import time
@@ -21,9 +19,7 @@ from rlhf_megatron.config.reward import CustomRewardConfig
 from rlhf_megatron.errors import ConfigError, RewardError
 from rlhf_megatron.rewards import builtin, framing
 from rlhf_megatron.rewards.function import Outcome, ScoreFunction, call, load_reward_function, user_traceback
-
-_PR_SET_PDEATHSIG = 1
-FATAL_SIGNALS_HEEDED_BY_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from rlhf_megatron.rewards.processes import die_with, ignore_termination
 
 
 @dataclass(frozen=True)
@@ -82,27 +78,9 @@ def _score(function: ScoreFunction, message: bytes) -> Outcome:
 def _detach(dispatcher_pid: int) -> None:
     """Own process group (so that what the user starts can be killed along), and no life without the dispatcher."""
     os.setpgid(0, 0)
-    set_process_option(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != dispatcher_pid:
-        os._exit(1)
+    die_with(dispatcher_pid)
     ignore_termination()
     faulthandler.enable()
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-
-
-def ignore_termination() -> None:
-    """Makes the signals by which schedulers announce an end do nothing here: the rank finishes its step, then closes.
-
-    A handler, not SIG_IGN, since the latter would be inherited by programs that the user's function starts.
-    """
-    for number in FATAL_SIGNALS_HEEDED_BY_THE_RANK:
-        signal.signal(number, lambda *_: None)
-
-
-def set_process_option(option: int, value: int) -> None:
-    """Calls Linux's prctl; elsewhere, or where it is refused, the end of the stream alone ends the process."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(option, ctypes.c_ulong(value), 0, 0, 0)

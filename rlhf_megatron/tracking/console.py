@@ -66,9 +66,10 @@ class ConsoleProgress:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}"),
             )
-            self._progress = Progress(*columns, console=_SteadyConsole(file=self._stream), refresh_per_second=2)
-            self._task = self._progress.add_task("training", total=total_steps, completed=first_step, note="")
-            self._progress.start()
+            progress = Progress(*columns, console=_SteadyConsole(file=self._stream), refresh_per_second=2)
+            self._task = progress.add_task("training", total=total_steps, completed=first_step, note="")
+            progress.start()
+            self._progress = progress
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Prints the line of a training step, or of a validation when the metrics are a validation's.
@@ -153,18 +154,18 @@ def summary_table(title: str, rows: Sequence[Mapping[str, object]], stream: Text
         rows: One mapping per row; the columns are all keys in the order of their first appearance.
         stream: Where to write; standard output by default.
     """
-    stream = stream if stream is not None else sys.stdout
+    out: TextIO = stream if stream is not None else sys.stdout
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [["" if row.get(key) is None else _cell(row[key]) for key in columns] for row in rows]
-    if stream.isatty():
+    if out.isatty():
         table = Table(*columns, title=title, title_justify="left")
         for row in cells:
             table.add_row(*(Text(cell, overflow="fold") for cell in row))
-        RichConsole(file=stream).print(table)
+        RichConsole(file=out).print(table)
         return
     widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
     lines = [title, *(_aligned(row, widths) for row in (columns, ["-" * width for width in widths], *cells))]
-    print("\n".join(lines), file=stream, flush=True)
+    print("\n".join(lines), file=out, flush=True)
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:

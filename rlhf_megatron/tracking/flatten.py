@@ -1,5 +1,6 @@
 """Nested metrics to flat names: ``{"actor": {"pg_loss": 0.1}}`` becomes ``{"actor/pg_loss": 0.1}``."""
 
+import contextlib
 from collections.abc import Mapping
 
 from rlhf_megatron.errors import RLHFError
@@ -30,11 +31,10 @@ def _leaf(name: str, value: object) -> dict[str, float | int | str]:
     if value is None:
         return {}
     scalar = value
-    if not isinstance(value, bool | int | float | str) and hasattr(value, "item"):
-        try:
-            scalar = value.item()
-        except (TypeError, ValueError, RuntimeError):
-            scalar = value
+    item = getattr(value, "item", None)
+    if item is not None:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            scalar = item()
     if isinstance(scalar, bool):
         scalar = int(scalar)
     if not isinstance(scalar, int | float | str):
