@@ -21,9 +21,9 @@ import torch
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "tensor as_tensor zeros ones empty full arange rand randn randint "
-    "zeros_like ones_like empty_like full_like eye linspace"
-).split()
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
+)
 
 _INHERITED = object()
 
@@ -138,6 +138,11 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
 
 
+def _leave_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Stand in for the MoE dispatcher's copy to the host, whose change of type it needs on CPU, too."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def _get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -157,6 +162,7 @@ def _cpu_device(*_args: Any) -> torch.device:
 def _replacements() -> list[_Patch]:
     import torch.cuda.random as cuda_random
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     patches: list[_Patch] = [(torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES]
     patches += [
@@ -179,6 +185,7 @@ def _replacements() -> list[_Patch]:
     # Megatron-Core's own setter only queues its work until CUDA is initialised, which never happens on CPU.
     patches += [(megatron_random, "_get_cuda_rng_state", _get_rng_state)]
     patches += [(megatron_random, "_set_cuda_rng_state", _set_rng_state)]
+    patches += [(token_dispatcher, "maybe_move_tensor_to_cpu", _leave_on_cpu)]
     return patches
 
 

@@ -40,6 +40,8 @@ AXES = {
     "all": "tp-cp-dp-pp",
 }
 
+_NOT_IN_COLLECTION = ("tp_dp", "tp_cp_pp", "all")
+
 _cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _timeout = timedelta(minutes=30)
 
@@ -232,9 +234,8 @@ class Groups:
         """
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        names = "tp pp mp cp tp_cp ep expt_tp tp_ep tp_ep_pp tp_dp_cp dp dp_cp expt_dp".split()
         return ProcessGroupCollection(
-            **{name: self[name] for name in names},
+            **{name: self[name] for name in AXES if name not in _NOT_IN_COLLECTION},
             embd=self.embd,
             pos_embd=self.pos_embd,
             intra_dp_cp=self.dp_cp,

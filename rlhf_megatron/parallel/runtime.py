@@ -76,10 +76,12 @@ def init_runtime(device: Literal["auto", "cuda", "cpu"] = "auto", timeout_s: flo
 
 
 def shutdown() -> None:
-    """Destroy all process groups of this process. Does nothing when there are none; not collective."""
-    failures.stop_watching()
-    groups.forget_groups()
-    if dist.is_initialized():
+    """Destroy all process groups of this process.
+
+    Does nothing when there are none, nor under ``run_guarded``, which ends the process itself once all ranks are done.
+    """
+    if dist.is_initialized() and not failures.is_guarded():
+        groups.forget_groups()
         dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rlhf_megatron.parallel.groups import build_groups
+from rlhf_megatron.parallel.groups import Groups, build_groups
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.megatron_globals import MegatronContext
 
@@ -144,7 +144,13 @@ class TinyRole:
     @classmethod
     def build(cls, layout: Layout, name: str = "tiny", experts: int | None = None, **changes: Any) -> "TinyRole":
         """Collective over the world. ``changes`` go to the transformer configuration."""
-        context = MegatronContext(build_groups(layout), seed=7, name=name, device=torch.device("cpu"))
+        return cls.build_on(build_groups(layout), name, experts, **changes)
+
+    @classmethod
+    def build_on(cls, groups: Groups, name: str = "tiny", experts: int | None = None, **changes: Any) -> "TinyRole":
+        """Collective over the ranks of the layout."""
+        layout = groups.layout
+        context = MegatronContext(groups, seed=7, name=name, device=torch.device("cpu"))
         with context.active():
             config = transformer_config(layout, experts, **changes)
             ddp_config = DistributedDataParallelConfig(
