@@ -16,6 +16,7 @@ import torch
 from rlhf_megatron.errors import RLHFError, WeightError
 from rlhf_megatron.models.build import unwrap
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.parallel.collectives import broadcast_object
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.weights.gather import iterate_hf
 from rlhf_megatron.weights.hf_files import DEFAULT_SHARD_BYTES, HFWriter, dtype_name
@@ -155,8 +156,6 @@ def _out_of_the_way(target: Path) -> Iterator[None]:
 
 def _raise_everywhere(failure: str | None, groups: Groups) -> None:
     """Raises on every rank what the writing rank found."""
-    from rlhf_megatron.parallel.collectives import broadcast_object
-
     message = broadcast_object(failure, groups.layout.ranks[0], groups.all)
     if message is not None:
         raise WeightError(message)

@@ -49,7 +49,7 @@ class Entry:
         dims: Dimension names of each HuggingFace tensor (see :func:`dimensions`).
         cut: The kind of cut.
         place: The stage that holds it.
-        needs: Switch of :class:`ModelShape` or of the head that must be on, with ``!`` in front for off; None for always.
+        needs: Switch of :class:`ModelShape`, or ``lm_head`` or ``value_head``, that must be on; None for always.
     """
 
     megatron: str

@@ -41,8 +41,8 @@ def iterate_hf(
         dtype: Type of the tensors; each parameter's own when None.
 
     Yields:
-        Lists of name and contiguous tensor, on the model's device. Let go of a bucket before taking the next: then at
-        most one bucket, and twice the largest parameter while it is merged, are alive.
+        Lists of name and contiguous tensor, on the model's device. Use up a list before taking the next: it is emptied
+        then, so that at most one bucket and one more parameter (being merged) are alive.
     """
     layout = groups.layout
     model = unwrap(chunks[0])
@@ -56,6 +56,8 @@ def iterate_hf(
         size = item_bytes(item, dtype or own_dtype)
         if bucket and held + size > bucket_bytes:
             yield bucket
+            # The consumer's loop variable still names this list while the next is made.
+            bucket.clear()
             bucket, held = [], 0
         bucket += zip(item.hf, _gather(chunks, item, groups, dtype or own_dtype, device), strict=True)
         held += size

@@ -143,8 +143,8 @@ def _check_tied(reader: HFReader, embedding: str) -> None:
         if all(torch.equal(first, second) for first, second in pairs):
             return
     raise WeightError(
-        f"{reader.file_of('lm_head.weight')}: lm_head.weight differs from {embedding}, but tie_word_embeddings is true in "
-        "config.json. Set it to false to train both, or allow lm_head.weight as unexpected to ignore it."
+        f"{reader.file_of('lm_head.weight')}: lm_head.weight differs from {embedding}, but config.json has "
+        "tie_word_embeddings true. Set it to false to train both, or allow lm_head.weight as unexpected to ignore it."
     )
 
 
@@ -153,9 +153,8 @@ def _check_shapes(reader: HFReader, items: Sequence[Item], report: LoadReport) -
     for item in items:
         for name, wanted in zip(item.hf, item.slicing.shapes, strict=True):
             if name not in report.new and reader.shape(name) != wanted:
-                wrong.append(
-                    f"{reader.file_of(name)}: {name} has shape {list(reader.shape(name))}, config.json says {list(wanted)}"
-                )
+                found = list(reader.shape(name))
+                wrong.append(f"{reader.file_of(name)}: {name} has shape {found}, config.json says {list(wanted)}")
     if wrong:
         rest = f" ({len(wrong) - _LISTED} more)" if len(wrong) > _LISTED else ""
         raise WeightError("; ".join(wrong[:_LISTED]) + rest + ". Take weights and config.json from the same model.")
@@ -163,10 +162,11 @@ def _check_shapes(reader: HFReader, items: Sequence[Item], report: LoadReport) -
 
 def _fill(parameter: torch.nn.Parameter, item: Item, reader: HFReader, rank: int, tp: int) -> None:
     slicing = item.slicing
-    if tuple(parameter.shape) != slicing.local_shape(tp):
+    wanted = slicing.local_shape(tp)
+    if tuple(parameter.shape) != wanted:
         raise WeightError(
-            f"parameter {item.megatron} has shape {list(parameter.shape)}, its weights {list(slicing.local_shape(tp))}: "
-            "the model was built from another configuration."
+            f"parameter {item.megatron} has shape {list(parameter.shape)}, its weights make {list(wanted)}: the "
+            " model was built from another configuration."
         )
     pieces = segments(slicing, rank, tp)
     read = {source: _read_hull(reader, item, source, pieces) for source in {piece.source for piece in pieces}}

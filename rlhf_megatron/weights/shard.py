@@ -2,8 +2,8 @@
 
 Everything rests on :func:`segments`: the shard of a rank is a list of slices of the HuggingFace tensors, laid one after
 another along one dimension. Loading reads those slices, export writes them back, a transfer plan intersects them.
-Key-value heads fewer than ranks need no special case: Megatron-Core cuts the interleaved QKV matrix by rows wherever the
-cut falls, and segments say where that is.
+Key-value heads fewer than ranks need no special case: Megatron-Core cuts the interleaved QKV matrix by rows, wherever
+the cut falls, and segments say where that is.
 """
 
 from collections.abc import Sequence
