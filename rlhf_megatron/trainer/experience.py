@@ -50,7 +50,7 @@ class Experience:
                 kind=self.config.kl_penalty,
             )
             metrics = reduce_metrics(kl_metrics, self.home.dp)
-            self.kl_controller.update(metrics["actor/reward_kl_penalty"], self._global_rows(batch))
+            self.kl_controller.update(metrics.get("actor/reward_kl_penalty", 0.0), self._global_rows(batch))
         advantages, returns = self._estimate(
             AdvantageInputs(
                 token_level_rewards=rewards,

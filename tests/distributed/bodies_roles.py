@@ -1,0 +1,159 @@
+"""Bodies that run one PPO step of real roles under given layouts; see test_roles.py."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.algorithms.kl import FixedKLController
+from rlhf_megatron.config.algorithm import AlgorithmConfig
+from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, RefConfig
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
+from rlhf_megatron.parallel.groups import Groups, build_groups
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.runtime import Runtime, init_runtime
+from rlhf_megatron.roles.actor import ActorWorkerGroup
+from rlhf_megatron.roles.critic import CriticWorkerGroup
+from rlhf_megatron.roles.reference import ReferenceWorkerGroup
+from rlhf_megatron.trainer.experience import Experience
+from rlhf_megatron.trainer.placement import to_home
+
+PROMPT_WIDTH, RESPONSE_WIDTH, VOCAB = 9, 7, 99
+
+# Adam divides by |g| + eps. With the usual eps of 1e-8 a gradient of rounding size still moves its weight by the whole
+# learning rate, in a direction that rounding decides; with 1e-3 the update is a smooth function of the gradient.
+OPTIM = OptimConfig(lr=1e-3, eps=1e-3, clip_grad=0.5)
+
+
+def fixed_prompts(num_prompts: int) -> DataProto:
+    """Rows of different lengths with given answers and scores, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    prompt_lengths = torch.randint(1, PROMPT_WIDTH + 1, (num_prompts,), generator=generator)
+    response_lengths = torch.randint(1, RESPONSE_WIDTH + 1, (num_prompts,), generator=generator)
+    prompt_mask = (torch.arange(PROMPT_WIDTH) >= PROMPT_WIDTH - prompt_lengths[:, None]).long()
+    response_mask = (torch.arange(RESPONSE_WIDTH) < response_lengths[:, None]).long()
+    scores = torch.zeros(num_prompts, RESPONSE_WIDTH)
+    scores[torch.arange(num_prompts), response_lengths - 1] = torch.randn(num_prompts, generator=generator)
+    return DataProto.from_dict(
+        {
+            "prompts": torch.randint(4, VOCAB, (num_prompts, PROMPT_WIDTH), generator=generator),
+            "responses": torch.randint(4, VOCAB, (num_prompts, RESPONSE_WIDTH), generator=generator),
+            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
+            "response_mask": response_mask,
+            "token_level_scores": scores,
+            "row_id": torch.arange(num_prompts),
+        },
+        {"uid": [str(index) for index in range(num_prompts)]},
+        {"global_step": 1},
+    )
+
+
+def megatron(tp: int, pp: int) -> MegatronConfig:
+    """An fp32 layout."""
+    return MegatronConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, dtype="float32")
+
+
+def engine(folder: str, name: str, head: str, config: MegatronConfig, groups: Groups, runtime: Runtime, frozen=False):
+    """A real engine on a tiny folder."""
+    spec = EngineSpec(
+        name, folder, head, config, None if frozen else OPTIM, seed=5, allow_unexpected=("lm_head.weight",)
+    )
+    return MegatronEngine(spec, groups, runtime)
+
+
+def ppo_step(
+    folder: str,
+    actor_layout: tuple[int, int],
+    critic_layout: tuple[int, int],
+    micro_batch_size: int = 2,
+    poison: bool = False,
+    **actor_options: Any,
+) -> dict[str, Any]:
+    """Log-probs, values, advantages and both updates on a fixed batch.
+
+    Returns:
+        Metrics, the log-probs and values of all rows in row order, and the updated weights of actor and critic by
+        HuggingFace name (all as plain Python or numpy).
+    """
+    runtime = init_runtime("cpu", 60)
+    actor_megatron, critic_megatron = megatron(*actor_layout), megatron(*critic_layout)
+    home = build_groups(Layout.from_config(actor_megatron, runtime.ranks))
+    critic_groups = build_groups(Layout.from_config(critic_megatron, runtime.ranks))
+    common: dict[str, Any] = {
+        "ppo_mini_batch_size": 4,
+        "ppo_micro_batch_size_per_gpu": micro_batch_size,
+        "ppo_epochs": 2,
+        "shuffle": True,
+        "optim": OPTIM,
+    }
+    actor = ActorWorkerGroup(
+        engine(folder, "actor", "lm", actor_megatron, home, runtime),
+        home.layout,
+        RESPONSE_WIDTH,
+        ActorConfig(megatron=actor_megatron, entropy_coeff=0.01, use_kl_loss=True, **common | actor_options),
+        temperature=0.7,
+        samples_per_prompt=1,
+        log_prob_micro_batch_size=micro_batch_size,
+    )
+    critic = CriticWorkerGroup(
+        engine(folder, "critic", "value", critic_megatron, critic_groups, runtime),
+        home.layout,
+        RESPONSE_WIDTH,
+        CriticConfig(megatron=critic_megatron, **common),
+        samples_per_prompt=1,
+    )
+    reference = ReferenceWorkerGroup(
+        engine(folder, "ref", "lm", critic_megatron, critic_groups, runtime, frozen=True),
+        home.layout,
+        RESPONSE_WIDTH,
+        RefConfig(megatron=critic_megatron, log_prob_micro_batch_size_per_gpu=micro_batch_size),
+        temperature=0.7,
+    )
+    batch = to_home(fixed_prompts(8), 1, home)
+    batch = batch.union(actor.compute_log_prob(batch))
+    batch = batch.union(reference.compute_ref_log_prob(batch))
+    batch = batch.union(critic.compute_values(batch))
+    # Another policy than the present one scored the answers, so that ratios differ from 1 and some are clipped.
+    batch.batch["old_log_probs"] = batch.batch["old_log_probs"] + 0.3 * torch.sin(
+        batch.batch["row_id"][:, None] + torch.arange(RESPONSE_WIDTH)
+    )
+    if poison:
+        _poison(batch)
+    experience = Experience(AlgorithmConfig(use_kl_in_reward=True, lam=0.9), home, FixedKLController(0.05))
+    batch, metrics = experience.compute_advantage(batch)
+    metrics |= critic.update_critic(batch)
+    metrics |= actor.update_actor(batch)
+    rows = gather_rows(batch, ("old_log_probs", "ref_log_prob", "values", "advantages", "returns"), home)
+    return {
+        "metrics": metrics,
+        "rows": rows,
+        "actor": full_weights(actor.engine),
+        "critic": full_weights(critic.engine),
+    }
+
+
+def _poison(batch: DataProto) -> None:
+    """Writes garbage wherever the response mask is 0."""
+    outside = batch.batch["response_mask"] == 0
+    for key in ("old_log_probs", "ref_log_prob", "values", "token_level_scores"):
+        batch.batch[key] = batch.batch[key].masked_fill(outside, float("nan"))
+
+
+def gather_rows(batch: DataProto, keys: Sequence[str], home: Groups) -> dict[str, Any]:
+    """Columns of all rows of the world in the order of their ids; masked positions are 0."""
+    mask = batch.batch["response_mask"].bool()
+    mine = {
+        row: {key: torch.where(mask[at], batch.batch[key][at], 0.0).numpy() for key in keys}
+        for at, row in enumerate(batch.batch["row_id"].tolist())
+    }
+    parts: list[Any] = [None] * home.layout.num_shards
+    dist.all_gather_object(parts, mine, group=home.dp)
+    merged = {row: columns for part in parts for row, columns in part.items()}
+    return {key: [merged[row][key] for row in sorted(merged)] for key in keys}
+
+
+def full_weights(engine: MegatronEngine) -> dict[str, Any]:
+    """Full tensors by HuggingFace name, as numpy."""
+    return {name: tensor.numpy().copy() for bucket in engine.hf_weights(1 << 20) for name, tensor in bucket}

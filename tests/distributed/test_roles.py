@@ -1,0 +1,87 @@
+"""One PPO step of actor, critic and reference is the same under every layout, micro-batch size and padding content."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny_models import make_tiny_model
+
+# fp32 sums of a few thousand terms in another order differ by about 1e-6 relative; losses and norms are such sums.
+METRIC_TOLERANCE = 2e-5
+# Log-probs and values pass through four layers of such sums.
+ROW_TOLERANCE = 2e-5
+# Four updates of at most lr * |g| / eps = 1e-3 * 0.5 / 1e-3 each; gradients differ by about 1e-6.
+WEIGHT_TOLERANCE = 2e-5
+
+BODY = "tests.distributed.bodies_roles:ppo_step"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(make_world: Any, folder: str) -> dict[str, Any]:
+    """The step on a single rank, which no parallelism can have touched."""
+    return make_world(1).run(BODY, folder, (1, 1), (1, 1))[0]
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert result["metrics"].keys() == expected["metrics"].keys()
+    for name, value in expected["metrics"].items():
+        assert result["metrics"][name] == pytest.approx(value, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE), name
+    for name, rows in expected["rows"].items():
+        np.testing.assert_allclose(result["rows"][name], rows, atol=ROW_TOLERANCE, rtol=ROW_TOLERANCE, err_msg=name)
+    for role in ("actor", "critic"):
+        assert result[role].keys() == expected[role].keys()
+        for name, tensor in expected[role].items():
+            np.testing.assert_allclose(result[role][name], tensor, atol=WEIGHT_TOLERANCE, rtol=0, err_msg=name)
+
+
+def test_the_step_changes_weights_and_clips(one_rank: dict[str, Any], folder: str) -> None:
+    """The comparison below would be empty if nothing moved or nothing was clipped."""
+    from rlhf_megatron.weights.hf_files import HFReader
+
+    before = HFReader(folder).read("model.layers.0.self_attn.q_proj.weight").float().numpy()
+    moved = np.abs(one_rank["actor"]["model.layers.0.self_attn.q_proj.weight"] - before).max()
+    assert moved > 20 * WEIGHT_TOLERANCE
+    assert one_rank["metrics"]["actor/pg_clipfrac"] > 0.05
+    assert one_rank["metrics"]["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic"),
+    [
+        ((1, 1), (2, 2)),
+        ((2, 1), (1, 1)),
+        ((1, 2), (4, 1)),
+        ((2, 2), (1, 4)),
+        ((4, 1), (1, 2)),
+        ((1, 4), (2, 1)),
+    ],
+    ids=lambda sizes: "tp{}pp{}".format(*sizes),
+)
+def test_layouts_agree(
+    world4: Any, folder: str, one_rank: dict[str, Any], actor: tuple[int, int], critic: tuple[int, int]
+) -> None:
+    """Four ranks: what tensor and pipeline parallelism leave over is data parallelism (4, 2 or 1 shards)."""
+    for result in world4.run(BODY, folder, actor, critic, timeout=180):
+        assert_same(result, one_rank)
+
+
+def test_two_shards(world2: Any, folder: str, one_rank: dict[str, Any]) -> None:
+    for result in world2.run(BODY, folder, (1, 1), (2, 1), timeout=180):
+        assert_same(result, one_rank)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_micro_batches_agree(world2: Any, folder: str, one_rank: dict[str, Any], micro_batch_size: int) -> None:
+    for result in world2.run(BODY, folder, (1, 2), (1, 1), micro_batch_size, timeout=180):
+        assert_same(result, one_rank)
+
+
+def test_masked_positions_do_not_matter(world2: Any, folder: str, one_rank: dict[str, Any]) -> None:
+    for result in world2.run(BODY, folder, (2, 1), (1, 2), 2, True, timeout=180):
+        assert_same(result, one_rank)
