@@ -41,6 +41,8 @@ def batch_metrics(batch: DataProto, home: Groups) -> dict[str, float]:
         metrics |= _mean_max_min(name, values, home)
     metrics |= _ratio("response_length/clip_ratio", (lengths >= width).double(), home)
     metrics |= _ratio("actor/entropy", batch.batch["entropys"][mask], home)
+    errors = sum(extra["error"] is not None for extra in batch.non_tensor_batch["reward_extra"])
+    metrics["reward/num_errors"] = _sum(torch.tensor([errors]), home).item()
     returns, values = batch.batch["returns"][mask], batch.batch["values"][mask]
     residual, total = _variance(returns - values, home), _variance(returns, home)
     metrics["critic/vf_explained_var"] = 1.0 - residual / (total + 1e-5)
