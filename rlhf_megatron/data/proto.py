@@ -22,10 +22,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlhf_megatron.data.values import decode_json, encode_json, object_array, same_value
+from rlhf_megatron.data.values import (
+    RowIndices,
+    decode_json,
+    describe,
+    encode_json,
+    object_array,
+    refuse_conflicts,
+    row_numbers,
+    short,
+)
 from rlhf_megatron.errors import DataError
-
-RowIndices = Sequence[int] | np.ndarray | Tensor
 
 PRODUCERS: dict[str, str] = {
     **dict.fromkeys(
@@ -139,9 +146,9 @@ class DataProto:
             kind = str(tensor.dtype).removeprefix("torch.")
             lines.append(f"  {key:<{width}}  {kind} {list(tensor.shape)} {tensor.device}")
         for key, column in self.non_tensor_batch.items():
-            example = f", first {_short(column[0])}" if len(column) else ""
+            example = f", first {short(column[0])}" if len(column) else ""
             lines.append(f"  {key:<{width}}  object [{len(column)}]{example}")
-        lines.extend(f"  meta_info[{key!r}] = {_short(value)}" for key, value in self.meta_info.items())
+        lines.extend(f"  meta_info[{key!r}] = {short(value)}" for key, value in self.meta_info.items())
         return "\n".join(lines)
 
     @overload
@@ -227,14 +234,14 @@ class DataProto:
             DataError: The numbers of rows differ, or a key has two values; names the key.
         """
         if not other.keys():
-            _refuse_conflicts(self.meta_info, other.meta_info, "meta_info")
+            refuse_conflicts(self.meta_info, other.meta_info, "meta_info")
             self.meta_info.update(other.meta_info)
             return self
         if self.keys() and len(self) != len(other):
             raise DataError(f"union of {len(self)} rows {self.keys()} with {len(other)} rows {other.keys()}")
-        _refuse_conflicts(self.tensors(), other.tensors(), "batch")
-        _refuse_conflicts(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch")
-        _refuse_conflicts(self.meta_info, other.meta_info, "meta_info")
+        refuse_conflicts(self.tensors(), other.tensors(), "batch")
+        refuse_conflicts(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch")
+        refuse_conflicts(self.meta_info, other.meta_info, "meta_info")
         merged = DataProto(
             TensorDict(_first_wins(self.tensors(), other.tensors()), batch_size=[len(other)]),
             _first_wins(self.non_tensor_batch, other.non_tensor_batch),
@@ -252,7 +259,7 @@ class DataProto:
         Raises:
             DataError: A row number is out of range, or a mask has the wrong length.
         """
-        rows = _row_numbers(indices, len(self))
+        rows = row_numbers(indices, len(self))
         at = torch.from_numpy(rows)
         tensors = {key: tensor.index_select(0, at.to(tensor.device)) for key, tensor in self.tensors().items()}
         columns = {key: column[rows] for key, column in self.non_tensor_batch.items()}
@@ -264,9 +271,9 @@ class DataProto:
         Raises:
             DataError: ``indices`` is not a permutation of all rows.
         """
-        rows = _row_numbers(indices, len(self))
+        rows = row_numbers(indices, len(self))
         if not np.array_equal(np.sort(rows), np.arange(len(self))):
-            raise DataError(f"reorder needs each of {len(self)} rows once, got {_short(rows.tolist())}")
+            raise DataError(f"reorder needs each of {len(self)} rows once, got {short(rows.tolist())}")
         ordered = self.select_rows(rows)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
         return self
@@ -313,7 +320,7 @@ class DataProto:
         meta_info = dict(first.meta_info)
         for number, part in enumerate(parts[1:], 1):
             _refuse_other_columns(first, part, number)
-            _refuse_conflicts(meta_info, part.meta_info, "meta_info")
+            refuse_conflicts(meta_info, part.meta_info, "meta_info")
             meta_info.update(part.meta_info)
         tensors = {key: torch.cat([part.tensors()[key] for part in parts]) for key in first.tensors()}
         columns = {
@@ -392,11 +399,6 @@ class DataProto:
             raise DataError(f"{folder} is not a saved batch: {type(error).__name__}: {error}") from error
 
 
-def _short(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
 def _take(columns: Mapping[str, Any], keys: Sequence[str] | None, method: str, where: str) -> dict[str, Any]:
     """The named entries in the order named; all when ``keys`` is None."""
     missing = [key for key in keys or () if key not in columns]
@@ -409,15 +411,6 @@ def _first_wins(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str,
     return {**mine, **{key: value for key, value in theirs.items() if key not in mine}}
 
 
-def _refuse_conflicts(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> None:
-    for key in mine.keys() & theirs.keys():
-        if not same_value(mine[key], theirs[key]):
-            raise DataError(
-                f"{where} key {key!r} has two different values: {_describe(mine[key])} and {_describe(theirs[key])}. "
-                "Drop or rename one of them before joining."
-            )
-
-
 def _refuse_other_columns(first: DataProto, part: DataProto, number: int) -> None:
     if set(first.keys()) != set(part.keys()):
         differing = sorted(set(first.keys()) ^ set(part.keys()))
@@ -426,29 +419,6 @@ def _refuse_other_columns(first: DataProto, part: DataProto, number: int) -> Non
         other = part.tensors().get(key)
         if other is None or other.shape[1:] != tensor.shape[1:] or other.dtype != tensor.dtype:
             raise DataError(
-                f"concat: {key!r} is {_describe(tensor)} in batch 0 and {_describe(part.batch.get(key, None))} "
+                f"concat: {key!r} is {describe(tensor)} in batch 0 and {describe(part.batch.get(key, None))} "
                 f"in batch {number}"
             )
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return _short(value.tolist() if isinstance(value, np.ndarray) else value)
-
-
-def _row_numbers(indices: RowIndices, rows: int) -> np.ndarray:
-    """Row numbers in ``[0, rows)`` from row numbers or a mask."""
-    array = indices.detach().cpu().numpy() if isinstance(indices, Tensor) else np.asarray(indices)
-    if array.dtype == bool:
-        if array.shape != (rows,):
-            raise DataError(f"a mask over {rows} rows must have shape [{rows}], not {list(array.shape)}")
-        return np.flatnonzero(array)
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise DataError(f"row numbers must be one list of integers, not {array.dtype} of shape {list(array.shape)}")
-    outside = array[(array < -rows) | (array >= rows)]
-    if outside.size:
-        raise DataError(f"row {outside[0]} is not in a batch of {rows} rows")
-    return np.where(array < 0, array + rows, array).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Plain values of non-tensor columns: object arrays, equality, and a JSON form that comes back as it was.
+"""Values in and about columns: object arrays, row numbers, equality, and a JSON form that comes back as it was.
 
 Left out: anything that would need pickle. A value that JSON cannot hold is refused by name.
 """
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from rlhf_megatron.errors import DataError
+
+RowIndices = Sequence[int] | np.ndarray | torch.Tensor
 
 _TUPLE = "__tuple__"
 _ARRAY = "__array__"
@@ -93,3 +95,43 @@ def decode_json(value: Any) -> Any:
         items = object_array([decode_json(item) for item in value[_ARRAY]])
         return items.astype(value["dtype"]).reshape(value["shape"])
     return {name: decode_json(item) for name, item in value.items()}
+
+
+def refuse_conflicts(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str) -> None:
+    """Raises :class:`DataError` naming the first key, in sorted order, that has two different values."""
+    for key in sorted(mine.keys() & theirs.keys()):
+        if not same_value(mine[key], theirs[key]):
+            raise DataError(
+                f"{where} key {key!r} has two different values: {describe(mine[key])} and {describe(theirs[key])}. "
+                "Drop or rename one of them before joining."
+            )
+
+
+def describe(value: object) -> str:
+    """A column or value in a few words: dtype and shape of a tensor, else its repr."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return short(value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+def short(value: object, limit: int = 60) -> str:
+    """The repr of a value, cut to ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def row_numbers(indices: RowIndices, rows: int) -> np.ndarray:
+    """Row numbers in ``[0, rows)``, int64, from row numbers (negative ones count from the end) or a boolean mask."""
+    array = indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
+    if array.dtype == bool:
+        if array.shape != (rows,):
+            raise DataError(f"a mask over {rows} rows must have shape [{rows}], not {list(array.shape)}")
+        return np.flatnonzero(array)
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise DataError(f"row numbers must be one list of integers, not {array.dtype} of shape {list(array.shape)}")
+    outside = array[(array < -rows) | (array >= rows)]
+    if outside.size:
+        raise DataError(f"row {outside[0]} is not in a batch of {rows} rows")
+    return np.where(array < 0, array + rows, array).astype(np.int64)
