@@ -8,6 +8,7 @@ Left out: pipeline parallelism inside vLLM (external launcher scatters no work o
 engines in one process (vLLM's configuration is per process).
 """
 
+import gc
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -337,7 +338,7 @@ def _build_llm(
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": config.free_cache_engine,
         }
-    return LLM(
+    llm = LLM(
         model=model_path,
         tokenizer=tokenizer_path,
         trust_remote_code=trust_remote_code,
@@ -359,6 +360,9 @@ def _build_llm(
         disable_log_stats=True,
         **arguments,
     )
+    # vLLM's finalizer destroys every process group of this process, the trainer's too, when the engine is collected.
+    llm.llm_engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
+    return llm
 
 
 def _set_environment(config: RolloutConfig, runtime: "Runtime", on_cpu: bool) -> None:
@@ -376,7 +380,7 @@ def _set_environment(config: RolloutConfig, runtime: "Runtime", on_cpu: bool) ->
 
 @contextmanager
 def _trainer_state_kept(device: torch.device) -> Iterator[None]:
-    """Undo what vLLM's start changes for the whole process: random state, thread count, environment, precision."""
+    """Undo what vLLM's start changes in the whole process: random state, threads, environment, precision, gc."""
     variables = {name: os.environ.get(name) for name in _KEPT_VARIABLES}
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -388,6 +392,8 @@ def _trainer_state_kept(device: torch.device) -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        # vLLM exempts all that lives from garbage collection, the trainer's objects too.
+        gc.unfreeze()
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -77,6 +77,8 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         self.deferred_bytes = 0
         # Per layer, how many of the waiting tensors are copies already.
         self._owned: dict[torch.nn.Module, int] = {}
+        # Layers whose weights are another layer's: a tied head.
+        self._tied = _layers_with_shared_weights(self.model)
 
     def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
         """Nothing to connect."""
@@ -117,8 +119,14 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Post-process layers without weights of their own (attention)."""
+        """Post-process layers without weights of their own (attention, tied heads)."""
         finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self._tied:
+            # Layer-wise reload gives a tied head its shared weight back, but not what vLLM derives from it: on CPU the
+            # packed copy that computes the logits would stay that of the old weights.
+            quant_method = getattr(layer, "quant_method", None)
+            if quant_method is not None:
+                quant_method.process_weights_after_loading(layer)
         self._forget_deferred()
 
     def shutdown(self) -> None:
@@ -131,7 +139,7 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
             names = ", ".join(name for name, _ in weights[:_MAX_NAMED])
             raise WeightError(
                 f"vLLM refused a tensor of the bucket {{{names}{', ...' if len(weights) > _MAX_NAMED else ''}}}: "
-                f"{type(error).__name__}: {error}. Names and shapes must be those of the HuggingFace checkpoint of "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Names and shapes must be those of the HuggingFace checkpoint of "
                 f"{type(self.model).__name__}."
             ) from error
         self._own_deferred()
@@ -156,7 +164,7 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         missing = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            if not info.can_load() or is_deferred_attention_layer(layer):
+            if not info.can_load() or layer in self._tied or is_deferred_attention_layer(layer):
                 continue
             needed = sum(get_tensor_load_numel(parameter) for parameter in layer.parameters(recurse=False))
             if info.load_numel < needed:
@@ -200,6 +208,17 @@ class CPUReplicaWorker(CPUWorker):
     ) -> None:
         identity = vllm_config.additional_config[JOB_IDENTITY]
         super().__init__(vllm_config, local_rank, rank, f"env://:{identity}", is_driver_worker=is_driver_worker)
+
+
+def _layers_with_shared_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
+    seen: set[int] = set()
+    tied = []
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(layer)
+        seen |= own
+    return tied
 
 
 def _parameter_names(layer: torch.nn.Module) -> str:
