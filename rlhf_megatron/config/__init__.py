@@ -6,6 +6,6 @@ the entries call.
 """
 
 from rlhf_megatron.config.command_line import main_config
-from rlhf_megatron.config.compose import compose, get_config
+from rlhf_megatron.config.compose import get_config
 
-__all__ = ["compose", "get_config", "main_config"]
+__all__ = ["get_config", "main_config"]

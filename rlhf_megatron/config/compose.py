@@ -6,7 +6,6 @@ together with everything else. Left out: `hydra.main`, with its output folders p
 and sweeps.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
 from rlhf_megatron.config.rules import listed
+from rlhf_megatron.config.schema import CLOSE, NEAR, closest
 from rlhf_megatron.config.validate import validate_mapping
 from rlhf_megatron.errors import ConfigError, Violation
 
@@ -172,8 +172,8 @@ def _group_choices(root: str, overrides: "Sequence[Override]", violations: list[
         group, option = override.key_or_group, override.value()
         mount = f"{group}@{override.package}" if override.package else group
         if group not in _groups():
-            close = difflib.get_close_matches(group, _groups(), n=1)
-            fix = f"Did you mean {close[0]}@{override.package}=...?" if close else f"There are: {', '.join(_groups())}."
+            close = closest(group, _groups(), NEAR)
+            fix = f"Did you mean {close}@{override.package}=...?" if close else f"There are: {', '.join(_groups())}."
             violations.append(Violation(mount, option, f"'{group}' is not a configuration group.", fix))
         elif override.is_delete() or option is None:
             yield f"~{mount}"
@@ -191,8 +191,8 @@ def _group_choices(root: str, overrides: "Sequence[Override]", violations: list[
 
 
 def _unknown_option(mount: str, option: str, options: Sequence[str]) -> Violation:
-    close = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
-    hint = f"Did you mean {mount}={close[0]}? " if close else ""
+    close = closest(option, options, CLOSE)
+    hint = f"Did you mean {mount}={close}? " if close else ""
     return Violation(mount, option, "does not exist.", f"{hint}There are: {', '.join(options)}.")
 
 
@@ -208,9 +208,14 @@ def _declared_groups(root: str) -> set[str]:
 def _hydra() -> Iterator[None]:
     """Hydra over our folder; a Hydra that the calling program had set up is put back afterwards."""
     from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
 
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
-        yield
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir())):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def _load(root: str, choices: Sequence[str], violations: list[Violation]) -> "DictConfig":
@@ -218,13 +223,14 @@ def _load(root: str, choices: Sequence[str], violations: list[Violation]) -> "Di
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     tree = OmegaConf.create()
     try:
         with _hydra():
             tree = hydra_compose(config_name=root, overrides=list(choices))
-    except (HydraException, OmegaConfBaseException) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
         violations.append(
             Violation(_COMMAND_LINE, " ".join(choices), f"cannot be composed: {reason}.", f"Look in {config_dir()}.")
         )

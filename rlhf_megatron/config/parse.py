@@ -4,7 +4,6 @@ pydantic decides; this file only words its findings the way a user can act on, a
 the leaves that are missing in it.
 """
 
-import difflib
 import re
 import typing
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf_megatron.config.base import Node
-from rlhf_megatron.config.schema import describe_type, find_field, leaves, node_type, suggest
+from rlhf_megatron.config.schema import NEAR, closest, describe_type, find_field, leaves, node_type, suggest
 from rlhf_megatron.errors import Violation
 
 Schema = TypeVar("Schema", bound=Node)
@@ -160,8 +159,8 @@ def _fix(path: str, value: object, wanted: str) -> str:
     if wanted.startswith("text") and isinstance(value, int | float):
         return f"Quote it: {path}=\"'{value}'\"."
     if isinstance(value, str) and "|" in wanted and "null" not in wanted:
-        close = difflib.get_close_matches(value, wanted.split("|"), n=1)
-        return f"Did you mean {path}={close[0]}?" if close else f"Choose one of: {', '.join(wanted.split('|'))}."
+        close = closest(value, wanted.split("|"), NEAR)
+        return f"Did you mean {path}={close}?" if close else f"Choose one of: {', '.join(wanted.split('|'))}."
     return f"Change it: {path}=..."
 
 

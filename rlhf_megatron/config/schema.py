@@ -114,20 +114,27 @@ def suggest(schema: type[Node], path: str) -> str:
     parent, _, name = path.rpartition(".")
     siblings = _names_at(schema, parent)
     dot = f"{parent}." if parent else ""
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=CLOSE)
+    close = closest(name, siblings, CLOSE)
     if close:
-        return f"Did you mean '{dot}{close[0]}'?"
+        return f"Did you mean '{dot}{close}'?"
     elsewhere = _same_name(schema, path)
     if elsewhere:
         return f"Did you mean {_either(elsewhere[:2])}?"
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=NEAR)
+    near = closest(name, siblings, NEAR)
     if near:
-        return f"Did you mean '{dot}{near[0]}'?"
-    last_names = {leaf.path.rpartition(".")[2] for leaf in leaves(schema)}
-    for guess in difflib.get_close_matches(name, sorted(last_names), n=1, cutoff=CLOSE):
+        return f"Did you mean '{dot}{near}'?"
+    guess = closest(name, {leaf.path.rpartition(".")[2] for leaf in leaves(schema)}, CLOSE)
+    if guess:
         return f"Did you mean {_either(_same_name(schema, f'{dot}{guess}')[:2])}?"
     where = f"'{parent}'" if siblings and parent else "the top level"
     return f"Remove it; {where} has: {', '.join(siblings or schema.model_fields)}."
+
+
+def closest(name: str, names: typing.Iterable[str], cutoff: float) -> str | None:
+    """Return the name that a misspelt one resembles most, whatever its case, or None."""
+    by_lower = {n.lower(): n for n in sorted(names)}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
 
 
 def _with_known_nodes(schema: type[Node], path: str) -> str:
@@ -139,7 +146,7 @@ def _with_known_nodes(schema: type[Node], path: str) -> str:
             break
         nodes = [name for name, field in node.model_fields.items() if node_type(field.annotation) is not None]
         if part not in nodes:
-            parts[i] = next(iter(difflib.get_close_matches(part, nodes, n=1, cutoff=CLOSE)), part)
+            parts[i] = closest(part, nodes, CLOSE) or part
     return ".".join(parts)
 
 
@@ -149,16 +156,16 @@ def _names_at(schema: type[Node], path: str) -> list[str]:
 
 
 def _same_name(schema: type[Node], path: str) -> list[str]:
-    """Paths of the schema that end in the same name; those that share most of the end, nearest beginning first."""
+    """Paths of the schema that end in the same name: those that share most of the end, then most of the beginning."""
     wanted = path.split(".")
     found = [leaf.path for leaf in leaves(schema) if leaf.path.rpartition(".")[2] == wanted[-1] and leaf.path != path]
 
-    def common_end(candidate: str) -> int:
-        return _common(reversed(wanted), reversed(candidate.split(".")))
+    def likeness(candidate: str) -> tuple[int, int]:
+        have = candidate.split(".")
+        return _common(reversed(wanted), reversed(have)), _common(wanted, have)
 
-    best = max(map(common_end, found), default=0)
-    nearest = [f for f in found if common_end(f) == best]
-    return sorted(nearest, key=lambda candidate: _common(wanted, candidate.split(".")), reverse=True)
+    best = max(map(likeness, found), default=None)
+    return [candidate for candidate in found if likeness(candidate) == best]
 
 
 def _common(left: typing.Iterable[str], right: typing.Iterable[str]) -> int:

@@ -97,7 +97,7 @@ def reward_file(config: Any) -> Iterator[Violation]:
         return
     names = _names(tree)
     if custom.name not in names:
-        functions = ", ".join(n for n in names if not n.startswith("_")) or "none"
+        functions = ", ".join(n for n in _functions(tree) if not n.startswith("_")) or "none"
         yield Violation(
             "reward.custom_reward_function.name",
             custom.name,
@@ -124,6 +124,10 @@ def _names(tree: ast.Module) -> list[str]:
             if isinstance(node, ast.Try):
                 pending += [s for handler in node.handlers for s in handler.body]
     return names
+
+
+def _functions(tree: ast.Module) -> list[str]:
+    return [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
 def output_folder(config: Any) -> Iterator[Violation]:

@@ -1,0 +1,264 @@
+"""Broken configurations, written down: what is changed in a good one, and what must be said about it."""
+
+from dataclasses import dataclass
+
+GOOD = (
+    "cluster=cpu_2",
+    "parallel@actor.megatron=tp2",
+    "parallel@critic.megatron=tp1",
+    "parallel@ref.megatron=tp2",
+    "model.path={model}",
+    "rollout.tensor_model_parallel_size=1",
+    "data.train_files=[train.jsonl]",
+    "data.val_files=[val.jsonl]",
+    "data.train_batch_size=64",
+    "actor.ppo_mini_batch_size=16",
+    "critic.ppo_mini_batch_size=16",
+)
+"""A good configuration for two ranks; `{model}` is a folder of `model_folders.LLAMA`."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One broken configuration.
+
+    Attributes:
+        overrides: Added to `GOOD`.
+        key: Path that must be named.
+        words: What the message about that key must contain.
+        also: Names of other leaves that cannot but be broken with it.
+    """
+
+    overrides: tuple[str, ...]
+    key: str
+    words: tuple[str, ...]
+    also: tuple[str, ...] = ()
+
+
+def case(key: str, overrides: str | tuple[str, ...], *words: str, also: tuple[str, ...] = ()) -> Broken:
+    """Shorthand for one line of the table."""
+    return Broken((overrides,) if isinstance(overrides, str) else overrides, key, words, also)
+
+
+SIX_RANKS = (
+    "trainer.n_gpus_per_node=6",
+    "data.train_batch_size=48",
+    "actor.ppo_mini_batch_size=24",
+    "critic.ppo_mini_batch_size=24",
+)
+"""Batches that six ranks divide."""
+
+SYNTAX = (
+    case("actor.optim.lr", "actor.optim.lr=[1", "cannot be read", "key=value"),
+    case("actor.optim.lr", "actor.optim.lr", "cannot be read", "EQUAL"),
+    case("rollout.n", "rollout.n=1,2", "'1,2'", "one value", "[a,b]"),
+    case("algorithm.lam", "~algorithm.lam", "not set by any file or override"),
+    case("data.seed", "data.seed=${data.sed}", "'${data.sed}'", "cannot be resolved", "data.sed"),
+    case("model.path", "model.path=${oc.env:NO_SUCH_VARIABLE}", "cannot be resolved", "NO_SUCH_VARIABLE"),
+)
+
+GROUPS = (
+    case("experiment", "experiment=quikstart", "'quikstart'", "does not exist", "quickstart", "ppo_70b"),
+    case("parallel@actor.megatron", "parallel@actor.megatron=tp3", "'tp3'", "does not exist", "tp8_pp4"),
+    case("parallel", "parallel=tp2", "which node", "parallel@actor.megatron=tp2"),
+    case(
+        "paralel@actor.megatron", "paralel@actor.megatron=tp2", "not a configuration group", "parallel@actor.megatron"
+    ),
+    case("experiment", "experiment=sft_quickstart", "is a run of sft, not of ppo", "ppo_8b"),
+)
+
+KEYS = (
+    case("actor.optim.learning_rate", "actor.optim.learning_rate=1", "not a known key", "'actor.optim'", "lr"),
+    case("actor.ppo_mini_batchsize", "actor.ppo_mini_batchsize=8", "Did you mean 'actor.ppo_mini_batch_size'?"),
+    case("actor.lr", "actor.lr=1", "Did you mean 'actor.optim.lr'?"),
+    case("actor.megatronn.dtype", "actor.megatronn.dtype=float32", "Did you mean 'actor.megatron.dtype'?"),
+    case("critic.clip_ratio", "critic.clip_ratio=0.1", "Did you mean 'actor.clip_ratio'?"),
+    case("trainer.train_batch_size", "trainer.train_batch_size=8", "Did you mean 'data.train_batch_size'?"),
+    case(
+        "actor_rollout_ref.rollout.temperature",
+        "actor_rollout_ref.rollout.temperature=0.9",
+        "Did you mean 'rollout.temperature'?",
+    ),
+    case("foo", "foo=1", "not a known key", "the top level has: model, actor"),
+    case("hydra.run.dir", "hydra.run.dir=x", "not a known key"),
+)
+
+MISSING = (
+    case(
+        "actor.megatron.tensor_model_parallel_size",
+        "parallel@actor.megatron=null",
+        "is needed",
+        "actor.megatron.tensor_model_parallel_size=...",
+    ),
+    case("critic.megatron.tensor_model_parallel_size", "~critic.megatron", "is needed"),
+    case("rollout.tensor_model_parallel_size", "~rollout.tensor_model_parallel_size", "is needed", "(missing)"),
+    case("model.path", "~model", "is needed", "HuggingFace folder"),
+    case("data.train_files", "~data.train_files", "is needed", "JSONL"),
+)
+
+TYPES = (
+    case("rollout.n", "rollout.n=many", "'many'", "must be int > 0"),
+    case("rollout.n", "rollout.n=0", "must be int > 0"),
+    case("rollout.n", "rollout.n=1.5", "must be int > 0"),
+    case("trainer.nnodes", "trainer.nnodes=true", "True", "Give a number"),
+    case("actor.optim.lr", "actor.optim.lr=-1", "must be float >= 0"),
+    case("actor.optim.lr", "actor.optim.lr=nan", "finite"),
+    case("actor.optim.betas", "actor.optim.betas=[0.9,1.0]", "[0.9, 1.0]", "< 1"),
+    case("actor.optim.betas", "actor.optim.betas=[0.9]", "[0.9]", "must be"),
+    case("rollout.top_p", "rollout.top_p=1.5", "<= 1"),
+    case("actor.clip_ratio_c", "actor.clip_ratio_c=1.0", "> 1"),
+    case("actor.loss_agg_mode", "actor.loss_agg_mode=token-meen", "Did you mean actor.loss_agg_mode=token-mean?"),
+    case("trainer.device", "trainer.device=gpu", "auto|cuda|cpu"),
+    case("data.train_files", "data.train_files=train.jsonl", "Write a list: data.train_files=[train.jsonl]"),
+    case("data.train_files", "data.train_files=[]", "length >= 1"),
+    case("trainer.experiment_name", "trainer.experiment_name=7", "must be text", "Quote it"),
+    case("actor.optim", "actor.optim=adam", "'adam'", "node with keys of its own", "lr"),
+    case("rollout.val_kwargs.n", "rollout.val_kwargs.n=none", "'none'", "must be int > 0"),
+)
+
+LAYOUTS = (
+    case(
+        "actor.megatron.tensor_model_parallel_size",
+        "actor.megatron.tensor_model_parallel_size=4",
+        "4 x 1 x 1 = 4",
+        "world of 2 ranks",
+        "1 or 2",
+    ),
+    case(
+        "critic.megatron.pipeline_model_parallel_size",
+        "critic.megatron.pipeline_model_parallel_size=3",
+        "1 x 3 x 1 = 3",
+        "world of 2 ranks",
+    ),
+    case("ref.megatron.tensor_model_parallel_size", "parallel@ref.megatron=tp4_pp2", "4 x 2 x 1 = 8"),
+    case(
+        "rollout.tensor_model_parallel_size",
+        "rollout.tensor_model_parallel_size=4",
+        "must divide the world of 2 ranks",
+        "1 or 2",
+    ),
+    case(
+        "actor.megatron.tensor_model_parallel_size",
+        ("actor.megatron.tensor_model_parallel_size=3", *SIX_RANKS),
+        "must divide the 4 key/value heads",
+        "1, 2 or 4",
+    ),
+    case(
+        "actor.megatron.tensor_model_parallel_size",
+        ("trainer.n_gpus_per_node=8", "actor.megatron.tensor_model_parallel_size=8"),
+        "must divide the 12 attention heads",
+        "1, 2 or 4",
+    ),
+    case(
+        "critic.megatron.pipeline_model_parallel_size",
+        ("trainer.n_gpus_per_node=4", "critic.megatron.pipeline_model_parallel_size=4"),
+        "must divide the 6 layers",
+        "1, 2, 3 or 6",
+    ),
+    case(
+        "rollout.tensor_model_parallel_size",
+        ("rollout.tensor_model_parallel_size=6", *SIX_RANKS),
+        "must divide the 4 key/value heads",
+        "or be a multiple of them",
+    ),
+    case(
+        "actor.megatron.context_parallel_size",
+        ("trainer.n_gpus_per_node=4", "actor.megatron.context_parallel_size=2"),
+        "not supported yet by this version",
+    ),
+    case(
+        "critic.megatron.virtual_pipeline_model_parallel_size",
+        "critic.megatron.virtual_pipeline_model_parallel_size=2",
+        "not supported yet by this version",
+    ),
+    case("actor.megatron.transformer_impl", "actor.megatron.transformer_impl=transformer_engine", "needs a GPU"),
+)
+
+BATCHES = (
+    case("actor.ppo_mini_batch_size", "actor.ppo_mini_batch_size=128", "must not exceed data.train_batch_size 64"),
+    case("critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size=24", "must divide data.train_batch_size 64", "72"),
+    case(
+        "data.train_batch_size",
+        ("data.train_batch_size=33", "actor.ppo_mini_batch_size=33", "critic.ppo_mini_batch_size=33"),
+        "33 samples must be divisible by the 2 data-parallel ranks of critic",
+        "32 or 34",
+        also=("ppo_mini_batch_size",),
+    ),
+    case(
+        "data.train_batch_size",
+        (
+            "trainer.n_gpus_per_node=8",
+            "data.train_batch_size=9",
+            "rollout.n=4",
+            "actor.ppo_mini_batch_size=9",
+            "critic.ppo_mini_batch_size=9",
+        ),
+        "9 prompts x rollout.n 4 = 36 samples must be divisible by the 8 data-parallel ranks of critic",
+        "8 or 10",
+        also=("ppo_mini_batch_size",),
+    ),
+    case(
+        "critic.ppo_mini_batch_size",
+        ("trainer.n_gpus_per_node=4", "critic.ppo_mini_batch_size=2"),
+        "2 samples must be divisible by the 4 data-parallel ranks of critic",
+        "Nearest: 4",
+    ),
+    case("rollout.max_model_len", "rollout.max_model_len=1000", "data.max_response_length = 1024 tokens"),
+    case("data.max_response_length", "data.max_response_length=4096", "sequences of 4608 tokens", "2048 positions"),
+    case("rollout.max_model_len", "rollout.max_model_len=4096", "sequences of 4096 tokens", "2048 positions"),
+    case("rollout.max_num_batched_tokens", "rollout.max_num_batched_tokens=512", "rollout.max_num_seqs 1024"),
+    case("rollout.temperature", "rollout.temperature=0", "must be above 0", "val_kwargs"),
+    case("rollout.top_p", "rollout.top_p=0.9", "must be 1", "whole distribution"),
+    case("rollout.top_k", "rollout.top_k=50", "must be -1", "whole distribution"),
+)
+
+EFFECTS = (
+    case("rollout.val_kwargs.n", "rollout.val_kwargs.n=4", "no effect while rollout.val_kwargs.temperature is 0"),
+    case("rollout.val_kwargs.top_p", "rollout.val_kwargs.top_p=0.5", "no effect while rollout.val_kwargs.temperature"),
+    case("rollout.val_kwargs.temperature", ("data.val_files=[]", "rollout.val_kwargs.temperature=1"), "data.val_files"),
+    case("algorithm.kl_ctrl.type", "algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward is false"),
+    case("algorithm.kl_penalty", "algorithm.kl_penalty=k3", "algorithm.use_kl_in_reward is false"),
+    case(
+        "algorithm.kl_ctrl.target_kl",
+        ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=1"),
+        "algorithm.kl_ctrl.type is fixed",
+    ),
+    case("algorithm.use_kl_in_reward", ("ref=null", "algorithm.use_kl_in_reward=true"), "ref is null"),
+    case("actor.use_kl_loss", ("ref=null", "actor.use_kl_loss=true"), "ref is null", "parallel@ref.megatron"),
+    case("actor.kl_loss_coef", "actor.kl_loss_coef=0.1", "actor.use_kl_loss is false", "~actor.kl_loss_coef"),
+    case("actor.kl_loss_coef", "actor.kl_loss_coef=0.001", "actor.use_kl_loss is false"),
+    case("critic.data_loader_seed", "critic.data_loader_seed=1", "critic.shuffle is false"),
+    case("data.seed", ("data.shuffle=false", "data.seed=3"), "data.shuffle is false"),
+    case("rollout.gpu_memory_utilization", "rollout.gpu_memory_utilization=0.3", "trainer.device is cpu"),
+    case("rollout.cpu_kvcache_space_gib", ("trainer.device=cuda", "rollout.cpu_kvcache_space_gib=2"), "device is cuda"),
+    case("reward.timeout_s", ("reward.num_workers=0", "reward.timeout_s=3"), "reward.num_workers is 0"),
+    case("reward.custom_reward_function.name", "reward.custom_reward_function.name=score", "path is null"),
+    case("data.val_batch_size", ("data.val_files=[]", "data.val_batch_size=8"), "data.val_files is empty"),
+    case("trainer.test_freq", ("data.val_files=[]", "trainer.test_freq=5"), "data.val_files is empty"),
+    case("trainer.test_freq", "trainer.test_freq=0", "must be -1 (never) or positive"),
+    case("actor.optim.lr_decay_steps", "actor.optim.lr_decay_style=cosine", "is needed", "warm-up included"),
+    case("actor.optim.lr_decay_steps", "actor.optim.lr_decay_steps=10", "lr_decay_style is constant"),
+    case("critic.optim.min_lr", "critic.optim.min_lr=1e-7", "lr_decay_style is constant"),
+    case(
+        "actor.optim.min_lr",
+        ("actor.optim.lr_decay_style=linear", "actor.optim.lr_decay_steps=9", "actor.optim.min_lr=1"),
+        "must not exceed actor.optim.lr",
+    ),
+    case(
+        "actor.optim.lr_warmup_steps",
+        ("actor.optim.lr_decay_style=linear", "actor.optim.lr_decay_steps=9", "actor.optim.lr_warmup_steps=9"),
+        "must be below actor.optim.lr_decay_steps 9",
+    ),
+    case(
+        "actor.clip_ratio",
+        ("actor.clip_ratio=0.1", "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.3"),
+        "no effect while actor.clip_ratio_low 0.2 and actor.clip_ratio_high 0.3",
+    ),
+    case(
+        "trainer.critic_warmup",
+        ("trainer.critic_warmup=5", "trainer.total_training_steps=5"),
+        "never trained",
+    ),
+)
+
+BROKEN = (*SYNTAX, *GROUPS, *KEYS, *MISSING, *TYPES, *LAYOUTS, *BATCHES, *EFFECTS)

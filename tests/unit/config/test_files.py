@@ -1,0 +1,132 @@
+"""What must be there before a run: model, data and reward files, and the started ranks."""
+
+import pytest
+from model_folders import write_model
+
+from rlhf_megatron.config.compose import compose, compose_mapping
+from rlhf_megatron.config.hf_facts import read_facts
+from rlhf_megatron.config.ppo import PPOConfig
+from rlhf_megatron.config.validate import validate_mapping
+from rlhf_megatron.errors import ConfigError
+
+
+@pytest.fixture
+def good(tmp_path, monkeypatch) -> list[str]:
+    """A configuration whose files all exist; the working folder is `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "llama")
+    for name in ("train.jsonl", "val.parquet"):
+        (tmp_path / name).touch()
+    (tmp_path / "reward.py").write_text("def compute_score(*args):\n    return 0.0\n", encoding="utf-8")
+    return [
+        "cluster=cpu_2",
+        "parallel@actor.megatron=tp2",
+        "parallel@critic.megatron=tp1",
+        "model.path=llama",
+        "rollout.tensor_model_parallel_size=1",
+        "data.train_files=[train.jsonl]",
+        "data.val_files=[val.parquet]",
+    ]
+
+
+def messages(overrides: list[str]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        compose("ppo", overrides, check_files=True)
+    return {v.key: str(v) for v in caught.value.violations}
+
+
+def test_good_one_passes(good):
+    compose("ppo", [*good, "reward.custom_reward_function.path=reward.py"], check_files=True)
+
+
+def test_nothing_is_looked_for_unless_asked(good):
+    compose("ppo", [*good, "model.path=nowhere", "data.train_files=[nowhere.jsonl]"], check_files=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("model.path=nowhere", "model.path", "does not exist"),
+        ("model.path=train.jsonl", "model.path", "is a file"),
+        ("model.path=.", "model.path", "has no config.json"),
+        ("critic.model.path=nowhere", "critic.model.path", "does not exist"),
+        ("model.tokenizer_path=nowhere", "model.tokenizer_path", "must be a folder"),
+        ("data.train_files=[train.jsonl,gone.jsonl]", "data.train_files[1]", "does not exist"),
+        ("data.val_files=[reward.py]", "data.val_files[0]", ".jsonl or .parquet"),
+        ("reward.custom_reward_function.path=gone.py", "reward.custom_reward_function.path", "does not exist"),
+        ("reward.custom_reward_function.path=llama", "reward.custom_reward_function.path", "is a folder"),
+        ("reward.custom_reward_function.path=llama/config.json", "reward.custom_reward_function.name", "not defined"),
+        ("trainer.default_local_dir=train.jsonl/run", "trainer.default_local_dir", "is a file"),
+    ],
+)
+def test_missing_files(good, override, key, words):
+    found = messages([*good, override])
+    assert words in found[key], found
+    assert set(found) == {key}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def score(a):\n    return 0\n", "Functions there: score"),
+        ("compute_score = 3 +\n", "not a Python file"),
+        ("", "Functions there: none"),
+    ],
+)
+def test_reward_file_is_read_and_not_run(good, tmp_path, text, words):
+    (tmp_path / "reward.py").write_text("import nothing_of_that_name\n" * bool(text and "+" not in text) + text)
+    found = messages([*good, "reward.custom_reward_function.path=reward.py"])
+    assert any(words in message for message in found.values()), found
+
+
+def test_reward_function_may_be_imported_or_conditional(good, tmp_path):
+    (tmp_path / "reward.py").write_text("try:\n    from other import compute_score\nexcept ImportError:\n    raise\n")
+    compose("ppo", [*good, "reward.custom_reward_function.path=reward.py"], check_files=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type gpt2; known are llama"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"weights": False}, "safetensors"),
+    ],
+)
+def test_unusable_model(good, tmp_path, changes, words):
+    write_model(tmp_path / "other", **changes)
+    found = messages([*good, "model.path=other"])
+    assert words in found["model.path"], found
+
+
+def test_config_json_that_is_not_json(good, tmp_path):
+    folder = write_model(tmp_path / "other")
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    assert "cannot be used" in messages([*good, "model.path=other"])["model.path"]
+
+
+def test_started_ranks_must_be_those_configured(good):
+    composed = compose_mapping("ppo", good)
+    validate_mapping(composed.mapping, PPOConfig, check_files=True, started_ranks=2)
+    with pytest.raises(ConfigError, match=r"asks for 2 ranks, but 3 were started.*--nproc-per-node 2"):
+        validate_mapping(composed.mapping, PPOConfig, check_files=True, started_ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 2048),
+        # Scaled lengths are already in max_position_embeddings, except for linear scaling.
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 4096),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 2048),
+        ({"rope_scaling": None}, 2048),
+    ],
+)
+def test_longest_sequence(tmp_path, changes, longest):
+    assert read_facts(write_model(tmp_path / "m", **changes)).max_length == longest
+
+
+def test_key_value_heads_default_to_heads(tmp_path):
+    assert read_facts(write_model(tmp_path / "m", num_key_value_heads=None)).num_kv_heads == 12
