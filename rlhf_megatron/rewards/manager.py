@@ -5,7 +5,7 @@ Purely local: it knows nothing of other ranks. A rank scores the rows it owns.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_megatron.config.reward import RewardConfig
@@ -108,7 +108,9 @@ class RewardManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_here(self, samples: Sequence[RewardSample], fail_fast: bool, on_outcome) -> list[Outcome]:
+    def _run_here(
+        self, samples: Sequence[RewardSample], fail_fast: bool, on_outcome: Callable[[int, Outcome], None]
+    ) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for index, sample in enumerate(samples):
             start = time.perf_counter()

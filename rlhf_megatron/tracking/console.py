@@ -66,7 +66,7 @@ class ConsoleProgress:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}"),
             )
-            progress = Progress(*columns, console=_SteadyConsole(file=self._stream), refresh_per_second=2)
+            progress = Progress(*columns, console=_SteadyConsole(file=self._stream), auto_refresh=False)
             self._task = progress.add_task("training", total=total_steps, completed=first_step, note="")
             progress.start()
             self._progress = progress
@@ -96,7 +96,7 @@ class ConsoleProgress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Takes the bar away and ends its thread. May be called again."""
+        """Ends the bar. May be called again."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -118,7 +118,7 @@ class ConsoleProgress:
         eta = self._eta_s(step, metrics)
         if eta is not None:
             notes.append(f"ETA {_clock(eta)}")
-        self._progress.update(self._task, completed=step, note=" | ".join(notes))
+        self._progress.update(self._task, completed=step, note=" | ".join(notes), refresh=True)
 
 
 def step_line(metrics: Metrics, step: int, total_steps: int | None = None, eta_s: float | None = None) -> str:

@@ -13,6 +13,12 @@ from rlhf_megatron.rewards.function import RewardSetupError
 from rlhf_megatron.rewards.reasoning_gym_data import generate_reasoning_gym
 
 
+@pytest.fixture(scope="module")
+def manager():
+    with RewardManager(RewardConfig(timeout_s=60)) as shared:
+        yield shared
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -95,15 +101,14 @@ def _rows(path):
         ("arc_agi", {}),  # Compares tuples.
     ],
 )
-def test_generated_rows_score_one_for_their_own_answer(tmp_path, task, kwargs):
+def test_generated_rows_score_one_for_their_own_answer(tmp_path, manager, task, kwargs):
     path = generate_reasoning_gym(task, 6, 11, tmp_path / "new" / "rows.jsonl", **kwargs)
     rows = _rows(path)
     assert len(rows) == 6
     assert all({"prompt", "response", "data_source", "ground_truth", "extra_info"} <= set(row) for row in rows)
     samples = [RewardSample(r["data_source"], r["response"], r["ground_truth"], r["extra_info"]) for r in rows]
     wrong = [RewardSample(s.data_source, "no idea", s.ground_truth, s.extra_info) for s in samples]
-    with RewardManager(RewardConfig(timeout_s=60)) as manager:
-        results = manager.score(samples + wrong)
+    results = manager.score(samples + wrong)
     assert [result.score for result in results[:6]] == [1.0] * 6
     assert all(result.score < 1.0 for result in results[6:])
 
@@ -126,9 +131,8 @@ def test_what_cannot_be_generated_is_said_and_nothing_is_written(tmp_path, task,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_verifiers_work_in_a_worker_process():
+def test_verifiers_work_in_a_worker_process(manager):
     samples = [RewardSample("math", r"\boxed{2}", "2"), RewardSample("math", r"\boxed{9^{9^{9^{9}}}}", "2")]
-    with RewardManager(RewardConfig(timeout_s=60)) as manager:
-        results = manager.score(samples)
+    results = manager.score(samples)
     assert [result.score for result in results] == [1.0, 0.0]
     assert [result.error for result in results] == [None, None]

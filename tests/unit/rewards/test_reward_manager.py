@@ -16,15 +16,24 @@ def _manager(path, **fields) -> RewardManager:
 
 
 @pytest.mark.parametrize("num_workers", [HERE, IN_WORKER])
-@pytest.mark.parametrize("verb", ["raise", "string", "nan", "none", "no_score"])
-def test_raise_names_the_sample_and_says_what_to_do(reward_file, num_workers, verb):
+@pytest.mark.parametrize(
+    ("verb", "cause"),
+    [
+        ("raise", "KeyError: 'boom'"),
+        ("string", "'correct' of type str"),
+        ("nan", "nan, which is not finite"),
+        ("none", "of type NoneType"),
+        ("no_score", "without 'score'"),
+    ],
+)
+def test_raise_names_the_sample_and_says_what_to_do(reward_file, num_workers, verb, cause):
     answer = f"{verb} " + "z" * 500
     samples = [RewardSample("gsm8k", "fine", uid="row-0"), RewardSample("gsm8k", answer, uid="row-1")]
     with _manager(reward_file, num_workers=num_workers) as manager, pytest.raises(RewardError) as caught:
         manager.score(samples)
     message = str(caught.value)
-    for part in ("row-1", "'gsm8k'", answer[:200], "reward.on_error=zero", "my_reward.py" if verb == "raise" else verb):
-        assert part in message or verb in ("string", "none", "no_score")
+    for part in ("row-1", "'gsm8k'", answer[:200], "reward.on_error=zero", cause):
+        assert part in message
     assert answer[:201] not in message
     assert "row-0" not in message
 
@@ -65,9 +74,10 @@ def test_extra_is_passed_on(reward_file, num_workers):
 
 @pytest.mark.parametrize("num_workers", [HERE, IN_WORKER])
 def test_an_unknown_source_raises_even_with_zero_and_lists_the_known(num_workers):
-    with RewardManager(RewardConfig(num_workers=num_workers, on_error="zero")) as manager:
-        with pytest.raises(RewardError) as caught:
-            manager.score([RewardSample("math", "1", "1"), RewardSample("my_tasks", "1", "1", uid="row-1")])
+    samples = [RewardSample("math", "1", "1"), RewardSample("my_tasks", "1", "1", uid="row-1")]
+    config = RewardConfig(num_workers=num_workers, on_error="zero")
+    with RewardManager(config) as manager, pytest.raises(RewardError) as caught:
+        manager.score(samples)
     for part in ("row-1", "'my_tasks'", "gsm8k", "chain_sum", "reward.custom_reward_function.path"):
         assert part in str(caught.value)
 
