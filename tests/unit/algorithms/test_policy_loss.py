@@ -51,17 +51,17 @@ def run(log_prob: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mas
 
 
 def test_by_hand():
-    # Ratios 1, 2, 0.5, 1, 0.5, 2, 4; advantages 1, 1, 1, -1, -1, -1, -1.
+    # Ratios 1, 2, 0.5, 1, 0.5, 2, 4; advantages 1, 1, 1, -1, -2, -1, -1.
     log_prob = torch.tensor([[1.0, 2.0, 0.5, 1.0, 0.5, 2.0, 4.0]], dtype=torch.float64).log()
-    advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0, 1.0, -1.0, -2.0, -1.0, -1.0]], dtype=torch.float64)
     loss, metrics, gradient = run(log_prob, torch.zeros_like(log_prob), advantages, torch.ones(1, 7))
-    # Losses: -1; -1.3 (2 clipped to 1.3); -0.5; 1; 0.8 (0.5 clipped to 0.8); 2 (the clip does not help);
-    # 3 (dual clip, not 4). Sum 4.0.
-    assert loss.item() == pytest.approx(4.0 / 7, rel=1e-12)
+    # Losses: -1; -1.3 (2 clipped to 1.3); -0.5; 1; 1.6 (0.5 clipped to 0.8, times 2); 2 (the clip does not help);
+    # 3 (dual clip, not 4). Sum 4.8.
+    assert loss.item() == pytest.approx(4.8 / 7, rel=1e-12)
     # Gradient -A r where not clipped, else 0; divided by 7 tokens.
     expected = [-1.0, 0.0, -0.5, 1.0, 0.0, 2.0, 0.0]
     torch.testing.assert_close(gradient * 7, torch.tensor([expected], dtype=torch.float64), rtol=1e-12, atol=0)
-    assert metrics["actor/pg_loss"] == (pytest.approx(4.0, rel=1e-12), 7.0)
+    assert metrics["actor/pg_loss"] == (pytest.approx(4.8, rel=1e-12), 7.0)
     assert metrics["actor/pg_clipfrac"] == (2.0, 7.0)  # tokens 2 and 5
     assert metrics["actor/pg_clipfrac_lower"] == (1.0, 7.0)  # the last
     # -(ln 1 + ln 2 - ln 2 + ln 1 - ln 2 + ln 2 + ln 4) = -1.3862944
