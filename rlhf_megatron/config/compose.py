@@ -199,9 +199,8 @@ def _unknown_option(mount: str, option: str, options: Sequence[str]) -> Violatio
 def _declared_groups(root: str) -> set[str]:
     from omegaconf import OmegaConf
 
-    entries = OmegaConf.to_container(OmegaConf.load(config_dir() / f"{root}.yaml"))
-    assert isinstance(entries, dict)
-    return {key for entry in entries.get("defaults", []) if isinstance(entry, dict) for key in entry}
+    entries = OmegaConf.load(config_dir() / f"{root}.yaml").get("defaults", [])
+    return {str(key) for entry in entries if OmegaConf.is_dict(entry) for key in entry}
 
 
 @contextmanager

@@ -57,9 +57,8 @@ def validate_mapping(
         tainted = parsed.tainted | lost
         view = _View(parsed.config, "", tainted) if tainted else parsed.config
         found += _broken_rules(view, schema, check_files, started_ranks)
-    if found:
+    if found or parsed.config is None:
         raise ConfigError(found)
-    assert parsed.config is not None
     return parsed.config
 
 
