@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -29,6 +30,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from rlhf_megatron.errors import ConfigError, RLHFError
 
@@ -44,6 +46,8 @@ _PHASE_MARK = "_failed_phase"
 _phases: list[str] = []
 _watcher: "_Watcher | None" = None
 _guarded = False
+# Held by the thread that reports the end of this process; there is only one report.
+_ending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ def run_guarded(main: Callable[[], object]) -> NoReturn:
 
 def _fail(error: BaseException, status: int) -> NoReturn:
     """Report an exception of this rank, record it for the others and end the process."""
+    _claim_report()
     rank = int(os.environ.get("RANK", "0"))
     mine = Failure(rank, getattr(error, _PHASE_MARK, current_phase()), _cause(error))
     first = mine
@@ -144,17 +149,29 @@ def _fail(error: BaseException, status: int) -> NoReturn:
     _exit(status)
 
 
+def _claim_report() -> None:
+    """Return in the first thread that asks; any other waits here until that one has ended the process."""
+    if not _ending.acquire(blocking=False):
+        time.sleep(3600)
+
+
 def _cause(error: BaseException) -> str:
+    text = str(error)
     if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
         # All ranks find the same; one full copy per host is enough.
-        return f"ConfigError: {str(error).splitlines()[0]}"
-    return "".join(traceback.format_exception_only(error)).strip()
+        text = text.splitlines()[0]
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {text}{notes}" if text or notes else type(error).__name__
 
 
 def _details(error: BaseException) -> str:
     """Return what is worth reading below the message: for an error raised on purpose, only what caused it."""
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return ""
     if not isinstance(error, RLHFError):
-        return "".join(traceback.format_exception(error))
+        # Without the frame of run_guarded.
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        return "".join(traceback.format_exception(type(error), error, trace))
     if error.__cause__ is not None:
         return "caused by:\n" + "".join(traceback.format_exception(error.__cause__))
     return ""
@@ -192,6 +209,9 @@ def _run_exit_handlers() -> None:
 
 
 def _exit(status: int) -> NoReturn:
+    for child in multiprocessing.active_children():
+        # os._exit skips the handler that would end them, and they may hold the job's output open.
+        child.kill()
     for handler in logging.getLogger().handlers:
         with contextlib.suppress(OSError, ValueError):
             handler.flush()
@@ -223,24 +243,25 @@ def _start_time(pid: int) -> str | None:
 class _Watcher(threading.Thread):
     """Tells the other ranks of this rank's end, and ends this rank when another fails.
 
-    Keys in the store: ``failure`` (the first one, as JSON), ``phase/<rank>``, ``process/<rank>`` (where its pid can be
-    checked), ``done`` (ranks that ended well), ``done/<rank>`` and ``seen`` (ranks that read the failure).
+    Keys in the store: ``failure`` (the first one, as JSON), ``phase/<rank>``, ``host/<name>`` (processes there), ``done``
+    (count of ranks that ended well), ``done/<rank>``, ``left`` and ``seen`` (counts of ranks that know of the good end,
+    or of the failure).
     """
 
     def __init__(self) -> None:
         super().__init__(name="failure-watcher", daemon=True)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         # Own connections: a client that waits for a key (as a starting process group does) blocks its other callers.
-        store = dist.PrefixStore("failures", dist.distributed_c10d._get_default_store())
+        store = PrefixStore("failures", _get_default_store())
         self._store, self._main_store = _connection(store), _connection(store)
         # Without torchrun's agent, rank 0 serves the store: it must be the last to go.
         self._serves_store = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._stopped = threading.Event()
         self._finished = False
         self._published = ""
-        process = [_process_namespace(), os.getpid(), _start_time(os.getpid())]
-        self._store.set(f"process/{self._rank}", json.dumps(process))
-        self._neighbours: dict[int, tuple[int, str]] | None = None
+        # Entries of the ranks on this host: only they can look each other's pid up.
+        self._host_key = f"host/{_process_namespace()}"
+        self._store.append(self._host_key, json.dumps([self._rank, os.getpid(), _start_time(os.getpid())]) + "\n")
 
     def run(self) -> None:
         lost_since = None
@@ -258,6 +279,7 @@ class _Watcher(threading.Thread):
                 self._end(failure)
 
     def _end(self, failure: Failure) -> NoReturn:
+        _claim_report()
         _print(
             f"[rank {self._rank}] ends in phase '{current_phase()}' because rank {failure.rank} failed first\n"
             f"  first failure: {failure}"
@@ -267,7 +289,7 @@ class _Watcher(threading.Thread):
         self.linger()
         _exit(1)
 
-    def _read_failure(self, store: dist.Store) -> Failure | None:
+    def _read_failure(self, store: Store) -> Failure | None:
         return Failure(**json.loads(store.get("failure"))) if store.check(["failure"]) else None
 
     def _publish_phase(self) -> None:
@@ -278,25 +300,15 @@ class _Watcher(threading.Thread):
 
     def _find_dead_neighbour(self) -> Failure | None:
         """Look for a rank of this host whose process is gone although it neither ended well nor reported."""
-        if self._neighbours is None:
-            self._neighbours = self._list_neighbours()
-        for rank, (pid, started) in (self._neighbours or {}).items():
-            if _start_time(pid) == started or self._store.check([f"done/{rank}"]):
+        for line in self._store.get(self._host_key).decode().splitlines():
+            rank, pid, started = json.loads(line)
+            if rank == self._rank or _start_time(pid) == started or self._store.check([f"done/{rank}"]):
                 continue
             known = self._store.get(f"phase/{rank}").decode() if self._store.check([f"phase/{rank}"]) else "main"
             return self._record(self._store, Failure(rank, known, f"its process (pid {pid}) died without a message"))
         return None
 
-    def _list_neighbours(self) -> dict[int, tuple[int, str]] | None:
-        """Return pid and start time of this host's other ranks, or None while not all ranks have written theirs."""
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        if not self._store.check([f"process/{rank}" for rank in others]):
-            return None
-        here = _process_namespace()
-        processes = {rank: json.loads(self._store.get(f"process/{rank}")) for rank in others}
-        return {rank: (pid, started) for rank, (where, pid, started) in processes.items() if where == here and started}
-
-    def _record(self, store: dist.Store, failure: Failure) -> Failure:
+    def _record(self, store: Store, failure: Failure) -> Failure:
         """Write a failure unless there is one already; return the one that counts."""
         return Failure(**json.loads(store.compare_set("failure", "", json.dumps(asdict(failure)))))
 
@@ -324,7 +336,7 @@ class _Watcher(threading.Thread):
             return failure
         return first
 
-    def _count_seen(self, store: dist.Store) -> None:
+    def _count_seen(self, store: Store) -> None:
         with contextlib.suppress(RuntimeError, OSError):
             store.add("seen", 1)
 
@@ -333,7 +345,7 @@ class _Watcher(threading.Thread):
         if self._serves_store:
             self._wait_for_count("seen", _STORE_TIMEOUT_S, self._main_store)
 
-    def _wait_for_count(self, key: str, seconds: float, store: dist.Store) -> bool:
+    def _wait_for_count(self, key: str, seconds: float, store: Store) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
@@ -360,7 +372,8 @@ class _Watcher(threading.Thread):
             if self._serves_store:
                 self._wait_for_count("left", _STORE_TIMEOUT_S, self._main_store)
             return
-        _fail(RLHFError(self._who_is_missing()), 1)
+        with phase("end"):
+            _fail(RLHFError(self._who_is_missing()), 1)
 
     def _who_is_missing(self) -> str:
         missing: list[int] = []
@@ -376,8 +389,8 @@ class _Watcher(threading.Thread):
         self._stopped.set()
 
 
-def _connection(store: dist.Store) -> dist.Store:
+def _connection(store: Store) -> Store:
     """Return a store client of its own whose calls give up after a few seconds."""
-    own = store.clone()
+    own = store.clone()  # type: ignore[attr-defined] (missing in torch's stubs)
     own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
     return own

@@ -42,7 +42,8 @@ AXES = {
 
 _NOT_IN_COLLECTION = ("tp_dp", "tp_cp_pp", "all")
 
-_cache: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# Value None: this rank is not in the group.
+_cache: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 _timeout = timedelta(minutes=30)
 
 
@@ -61,8 +62,9 @@ def group_for_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         ranks: Global ranks, ascending.
     """
     if ranks not in _cache:
-        _cache[ranks] = dist.new_group(list(ranks), timeout=_timeout)
-    return _cache[ranks] if dist.get_rank() in ranks else None
+        group = dist.new_group(list(ranks), timeout=_timeout)
+        _cache[ranks] = group if isinstance(group, dist.ProcessGroup) else None
+    return _cache[ranks]
 
 
 def forget_groups() -> None:

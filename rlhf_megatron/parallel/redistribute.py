@@ -37,6 +37,11 @@ class _Schema:
     def is_empty(self) -> bool:
         return not self.tensors and not self.objects
 
+    def describe(self) -> dict[str, str]:
+        """Return what each column is, in words."""
+        tensors = {key: f"{dtype} with rows of shape {list(shape)}" for key, dtype, shape in self.tensors}
+        return tensors | dict.fromkeys(self.objects, "an object column")
+
     def row_bytes(self, column: int) -> int:
         _, dtype, shape = self.tensors[column]
         return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
@@ -116,16 +121,13 @@ def _common_schema(schemas: list[_Schema], ranks: list[int]) -> _Schema:
 
 
 def _difference(one: _Schema, two: _Schema) -> str:
-    a: dict[str, object] = {key: (dtype, shape) for key, dtype, shape in one.tensors} | dict.fromkeys(one.objects)
-    b: dict[str, object] = {key: (dtype, shape) for key, dtype, shape in two.tensors} | dict.fromkeys(two.objects)
-    missing = object()
-    for key in sorted(a.keys() | b.keys()):
-        mine, other = a.get(key, missing), b.get(key, missing)
-        if mine is missing or other is missing:
+    here, there = one.describe(), two.describe()
+    for key in sorted(here.keys() | there.keys()):
+        if key not in here or key not in there:
             return f"{key!r} is only on one of them"
-        if mine != other:
-            return f"{key!r} is {other} there and {mine} here"
-    return "an object column of one is a tensor column of the other"
+        if here[key] != there[key]:
+            return f"{key!r} is {there[key]} there and {here[key]} here"
+    return "none"
 
 
 class _Plan:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import Store
 
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.parallel import failures, groups
@@ -107,13 +109,14 @@ def _claim_gpu(local_rank: int) -> torch.device:
             f"device: local rank {local_rank} has no GPU, torch sees {torch.cuda.device_count()}. "
             "Start at most one rank per GPU."
         )
+    torch.cuda.init()
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
-def _own_store(timeout: timedelta) -> dist.Store:
+def _own_store(timeout: timedelta) -> Store:
     """Open a store on a free loopback port and set torchrun's variables, which in-process engines read."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
     variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     os.environ.update({name: str(value) for name, value in variables.items()})
     _prefer_loopback("127.0.0.1")

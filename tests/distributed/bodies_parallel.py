@@ -18,6 +18,7 @@ from rlhf_megatron.parallel.megatron_globals import MegatronContext, active_cont
 from rlhf_megatron.parallel.redistribute import redistribute
 from rlhf_megatron.parallel.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from tests.distributed.tiny_gpt import LENGTH, ROWS, VOCAB, TinyRole
+from tests.distributed.vocab_case import vocab_case_data
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,7 @@ def megatron_own_groups(sizes: dict[str, Any]) -> dict[str, Any]:
     context = MegatronContext(groups, 1, "role", CPU)
     with context.active():
         ours = _ranks_in_force()
+    before = dict(vars(parallel_state))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -70,9 +72,8 @@ def megatron_own_groups(sizes: dict[str, Any]) -> dict[str, Any]:
         create_gloo_process_groups=False,
     )
     theirs = _ranks_in_force()
-    parallel_state.destroy_model_parallel()
-    parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = None
-    parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = None
+    # destroy_model_parallel leaves some of them behind.
+    vars(parallel_state).update(before)
     collection = {
         name: dist.get_process_group_ranks(getattr(groups.collection, name))
         for name in AXES
@@ -181,19 +182,6 @@ def vocab_parallel_case(
     assert local.grad is not None
     unchanged = torch.tensor(torch.equal(before, local.detach()))
     return {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "grad": local.grad, "unchanged": unchanged}
-
-
-def vocab_case_data(
-    vocab_size: int, padded: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [3, 5, padded] with large values in the padding, labels [3, 5] in every part, weights [2, 3, 5]."""
-    generator = torch.Generator().manual_seed(11)
-    logits = torch.randn((3, 5, padded), generator=generator, dtype=torch.float64) * 4
-    logits[..., vocab_size:] = 50.0
-    labels = torch.randint(0, vocab_size, (3, 5), generator=generator)
-    labels[0, 0], labels[0, 1] = 0, vocab_size - 1
-    weights = torch.randn((2, 3, 5), generator=generator, dtype=torch.float64)
-    return logits.to(dtype), labels, weights
 
 
 def batch_of(ids: list[int]) -> DataProto:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.bodies_parallel import vocab_case_data
+from tests.distributed.vocab_case import vocab_case_data
 from tests.distributed.world import World
 
 BODY = "tests.distributed.bodies_parallel:vocab_parallel_case"

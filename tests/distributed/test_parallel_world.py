@@ -21,12 +21,12 @@ def test_ranks_are_kept_between_bodies(world: World) -> None:
 
 
 def test_exception_of_one_rank_is_shown(world: World) -> None:
-    with pytest.raises(WorldError, match="rank 1: Traceback[^$]*ValueError: broken on purpose on 1"):
+    with pytest.raises(WorldError, match=r"rank 1: Traceback[^$]*ValueError: broken on purpose on 1"):
         world.run(f"{BODIES}:fail_on", 1)
 
 
 def test_death_of_one_rank_is_shown_and_next_body_gets_fresh_ranks(world: World) -> None:
-    with pytest.raises(WorldError, match="rank 1: died[^$]*last words"):
+    with pytest.raises(WorldError, match=r"rank 1: died[^$]*last words"):
         world.run(f"{BODIES}:die_on", 1)
     assert [rank for rank, _ in world.run(f"{BODIES}:report_identity")] == [0, 1]
 

@@ -11,6 +11,7 @@ Running this file is how a rank starts; nobody else should.
 import contextlib
 import importlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -64,7 +65,7 @@ class World:
         if not self._ranks:
             self._start()
         for _, connection, _ in self._ranks:
-            connection.send((path, args))
+            connection.send_bytes(pickle.dumps((path, args)))
         return self._collect(path, timeout)
 
     def _start(self) -> None:
@@ -106,7 +107,7 @@ class World:
                 assert isinstance(ready, Connection)
                 rank = waiting.pop(ready)
                 try:
-                    answers[rank] = ready.recv()
+                    answers[rank] = pickle.loads(ready.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     answers[rank] = (False, "died without an answer")
                 if not answers[rank][0]:
@@ -159,21 +160,24 @@ def _serve(connection: Connection) -> None:
     from rlhf_megatron.parallel import megatron_globals  # noqa: F401 (imports Megatron-Core, which takes seconds)
     from rlhf_megatron.parallel.runtime import init_runtime
 
+    def send(good: bool, answer: Any) -> None:
+        # Plain pickle: the connection's own would put tensors into shared memory of this process.
+        connection.send_bytes(pickle.dumps((good, answer)))
+
     torch.set_num_threads(1)
     init_runtime("cpu", timeout_s=300)
-    connection.send((True, None))
+    send(True, None)
     while True:
         try:
-            path, args = connection.recv()
+            path, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
             module, _, name = path.partition(":")
             torch.manual_seed(0)
-            answer = (True, getattr(importlib.import_module(module), name)(*args))
+            send(True, getattr(importlib.import_module(module), name)(*args))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        connection.send(answer)
+            send(False, traceback.format_exc())
 
 
 if __name__ == "__main__":
