@@ -55,8 +55,10 @@ class RewardWorkerGroup:
         return [
             RewardSample(
                 data_source=columns["data_source"][row],
-                solution_str=self.tokenizer.decode(
-                    data.batch["responses"][row, : lengths[row]].tolist(), skip_special_tokens=True
+                solution_str=str(
+                    self.tokenizer.decode(
+                        data.batch["responses"][row, : lengths[row]].tolist(), skip_special_tokens=True
+                    )
                 ),
                 ground_truth=columns["ground_truth"][row],
                 extra_info=extra[row],

@@ -69,7 +69,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     pairs = [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     (folder / "reward.py").write_text(REWARD)
-    model = make_tiny_model(folder / "model", "qwen2")
+    # vLLM on a CPU has attention kernels for multiples of 32 per head only.
+    model = make_tiny_model(
+        folder / "model", "qwen2", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05
+    )
     return Inputs(model, folder / "train.jsonl", folder / "val.jsonl", folder / "pairs.jsonl", folder / "reward.py")
 
 

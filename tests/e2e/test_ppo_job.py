@@ -67,7 +67,7 @@ def test_layouts_do_not_change_the_run(zygote: Zygote, inputs: Inputs) -> None:
             PPO,
             [
                 *common,
-                "parallel@actor.megatron=pp2",
+                "parallel@actor.megatron=tp1_pp2",
                 "parallel@critic.megatron=tp2",
                 "rollout.tensor_model_parallel_size=2",
                 "actor.ppo_micro_batch_size_per_gpu=2",
