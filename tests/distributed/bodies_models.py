@@ -1,6 +1,7 @@
 """Bodies of the multi-rank tests of models and weights; see test_models.py. Each runs on every rank of a world."""
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlhf_megatron.checkpoint.hf_export import export_hf
 from rlhf_megatron.config.roles import MegatronConfig
@@ -167,9 +170,9 @@ def round_trip(folder: str, layouts: list[Parallel], **options: Any) -> list[lis
     return found
 
 
-def gathered(folder: str, parallel: Parallel, dtype: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
-    """All tensors under HuggingFace names, as this rank gets them."""
-    return Built(folder, parallel, **options).full(getattr(torch, dtype) if dtype else None)
+def gathered(folder: str, parallel: Parallel, target: str | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    """All tensors under HuggingFace names, as this rank gets them, cast to `target`."""
+    return Built(folder, parallel, **options).full(getattr(torch, target) if target else None)
 
 
 def padding_is_zero(folder: str, tp: int) -> bool:
@@ -253,27 +256,59 @@ def value_head(folder: str, parallel: Parallel, seed: int) -> torch.Tensor:
     return Built(folder, parallel, "value", seed=seed, allow_unexpected=("lm_head.weight",)).full()["score.weight"]
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations made inside of the block and that are still alive.
+
+    What the communication backend allocates for itself is not counted (Gloo copies what it sends and receives).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf):
+                storage = leaf.untyped_storage()
+                # A view of a tensor from outside of the block is not new.
+                if storage.data_ptr() in self._users or storage.data_ptr() not in known:
+                    self._enter(leaf, storage.data_ptr(), storage.nbytes())
+        return result
+
+    def _enter(self, tensor: torch.Tensor, address: int, size: int) -> None:
+        if address not in self._users:
+            self._users[address] = 0
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        self._users[address] += 1
+        weakref.finalize(tensor, self._leave, address, size)
+
+    def _leave(self, address: int, size: int) -> None:
+        self._users[address] -= 1
+        if self._users[address] == 0:
+            del self._users[address]
+            self.live -= size
+
+
 def peak_bytes(folder: str, parallel: Parallel, bucket_bytes: int) -> dict[str, int]:
-    """Peak of bytes allocated while gathering, and the largest tensors involved."""
+    """Peak of live bytes while gathering, and bytes of all that was gathered."""
     model = Built(folder, parallel)
-    largest = 0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    total = 0
+    with LiveBytes() as counter:
         for bucket in iterate_hf(model.chunks, model.shape, model.groups, bucket_bytes):
-            largest = max([largest, *(tensor.numel() * tensor.element_size() for _, tensor in bucket)])
-    live = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return {"peak": peak, "largest": largest}
+            total += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+    return {"peak": counter.peak, "total": total}
 
 
-def export(folder: str, parallel: Parallel, out: str, dtype: str | None = None, **options: Any) -> str:
+def export(folder: str, parallel: Parallel, out: str, target: str | None = None, **options: Any) -> str:
     """Exports and returns the error, or an empty string."""
     keys = ("max_shard_size", "overwrite")
     export_options = {key: options.pop(key) for key in keys if key in options}
     model = Built(folder, parallel, **options)
-    kind = getattr(torch, dtype) if dtype else None
+    kind = getattr(torch, target) if target else None
     try:
         export_hf(model.chunks, model.shape, model.groups, folder, out, kind, **export_options)
     except RLHFError as error:

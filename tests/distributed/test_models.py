@@ -53,7 +53,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def some_tokens(rows: int = 4, length: int = 16) -> torch.Tensor:
-    return torch.randint(0, 99, (rows, length), generator=torch.Generator().manual_seed(5))
+    """Tokens without padding (0), whose embedding HuggingFace keeps at zero and does not train."""
+    return torch.randint(1, 99, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -173,18 +174,18 @@ def test_a_new_value_head_depends_on_its_seed_alone(world: Ranks, folder_of: Any
     assert not torch.equal(world.run("value_head", folder_of("llama"), (2, 2), 4)[0], first)
 
 
-@pytest.mark.parametrize(("layout", "bucket_bytes"), [((4, 1), 60_000), ((2, 2), 60_000), ((1, 4), 1)])
+@pytest.mark.parametrize(("layout", "bucket_bytes"), [((4, 1), 300_000), ((2, 2), 60_000), ((1, 4), 1)])
 def test_gathering_holds_one_bucket_and_one_parameter(
     world: Ranks, tmp_path: Path, layout: Any, bucket_bytes: int
 ) -> None:
     # An MLP parameter (gate and up: 64 * 768 * 4 bytes) is by far the largest.
     folder = str(make_tiny_model(tmp_path / "m", "llama", intermediate_size=384))
-    total = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     largest = 2 * 384 * 64 * 4
     for result in world.run("peak_bytes", folder, layout, bucket_bytes):
-        # Beyond the promise, 8 KB for what the backend allocates while it communicates.
-        assert result["peak"] <= max(bucket_bytes, largest) + largest + 8192
-        assert result["peak"] < total / 3
+        # Otherwise nothing was counted: gathering cannot do with less than the parameter itself.
+        assert result["peak"] >= largest
+        assert result["peak"] <= max(bucket_bytes, largest) + largest
+        assert result["peak"] < result["total"] / 3
 
 
 def test_report_of_a_critic_from_a_language_model(world: Ranks, folder_of: Any) -> None:
@@ -293,10 +294,9 @@ def test_export_of_a_critic_is_a_sequence_classifier(world: Ranks, folder_of: An
     tokens = some_tokens()
     with torch.no_grad():
         found = model(tokens).logits.squeeze(-1)
-    # HuggingFace scores the last token that is not padding.
-    last = (tokens != 0).int().cumsum(1).argmax(1)
     results = world.run("outputs", source, [(1, 1)], tokens, head="value")[0][0]
-    torch.testing.assert_close(found, results[torch.arange(4), last], atol=LOGIT_TOLERANCE, rtol=0)
+    # HuggingFace scores the last token.
+    torch.testing.assert_close(found, results[:, -1], atol=LOGIT_TOLERANCE, rtol=0)
 
 
 def test_export_does_not_replace_a_folder_unless_told(world: Ranks, folder_of: Any, tmp_path: Path) -> None:
