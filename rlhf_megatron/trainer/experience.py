@@ -50,7 +50,9 @@ class Experience:
                 kind=self.config.kl_penalty,
             )
             metrics = reduce_metrics(kl_metrics, self.home.dp)
-            self.kl_controller.update(metrics.get("actor/reward_kl_penalty", 0.0), self._global_rows(batch))
+            # Without a single response token there was nothing to measure.
+            if "actor/reward_kl_penalty" in metrics:
+                self.kl_controller.update(metrics["actor/reward_kl_penalty"], self._global_rows(batch))
         advantages, returns = self._estimate(
             AdvantageInputs(
                 token_level_rewards=rewards,
