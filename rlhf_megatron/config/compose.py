@@ -199,7 +199,7 @@ def _unknown_option(mount: str, option: str, options: Sequence[str]) -> Violatio
 def _declared_groups(root: str) -> set[str]:
     from omegaconf import OmegaConf
 
-    entries = OmegaConf.load(config_dir() / f"{root}.yaml").get("defaults", [])
+    entries = OmegaConf.select(OmegaConf.load(config_dir() / f"{root}.yaml"), "defaults", default=[])
     return {str(key) for entry in entries if OmegaConf.is_dict(entry) for key in entry}
 
 
