@@ -243,9 +243,9 @@ def _start_time(pid: int) -> str | None:
 class _Watcher(threading.Thread):
     """Tells the other ranks of this rank's end, and ends this rank when another fails.
 
-    Keys in the store: ``failure`` (the first one, as JSON), ``phase/<rank>``, ``host/<name>`` (processes there), ``done``
-    (count of ranks that ended well), ``done/<rank>``, ``left`` and ``seen`` (counts of ranks that know of the good end,
-    or of the failure).
+    Keys in the store: ``failure`` (the first one, as JSON), ``phase/<rank>``, ``host/<name>`` (processes there),
+    ``done`` (count of ranks that ended well), ``done/<rank>``, ``left`` and ``seen`` (counts of ranks that know of the
+    good end, or of the failure).
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,8 @@ class _Watcher(threading.Thread):
         self._published = ""
         # Entries of the ranks on this host: only they can look each other's pid up.
         self._host_key = f"host/{_process_namespace()}"
-        self._store.append(self._host_key, json.dumps([self._rank, os.getpid(), _start_time(os.getpid())]) + "\n")
+        process = json.dumps([self._rank, os.getpid(), _start_time(os.getpid())])
+        self._store.append(self._host_key, process + "\n")  # type: ignore[attr-defined] (missing in torch's stubs)
 
     def run(self) -> None:
         lost_since = None
