@@ -1,4 +1,4 @@
-"""Body that brings a Megatron model of any layout into vLLM and compares log-probs; see test_actor_rollout.py."""
+"""Bodies that bring a Megatron model of any layout into vLLM and compare log-probs; see test_actor_rollout.py."""
 
 import torch
 import torch.distributed as dist
@@ -18,46 +18,63 @@ from tests.distributed.bodies_rollout import engine_for
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
 TEMPERATURE = 0.8
 
+Samples = list[tuple[list[int], list[float]]]
 
-def largest_difference(folder: str, rollout_tp: int, layouts: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """|Megatron - vLLM| log-prob of sampled tokens, the largest over all ranks, for each (tp, pp) of the trainer."""
-    runtime = init_runtime("cpu", 120)
+
+def sync_and_compare(
+    folder: str, rollout_tp: int, layouts: list[tuple[int, int]]
+) -> tuple[dict[tuple[int, int], float], Samples]:
+    """For each (tp, pp) of the trainer: sync, sample, score.
+
+    Returns:
+        |Megatron - vLLM| log-prob of sampled tokens, the largest over all ranks, by layout; and what was sampled last.
+    """
     rollout = engine_for(folder, rollout_tp)
-    answer = {}
-    for tp, pp in layouts:
-        config = megatron(tp, pp)
-        groups = build_groups(Layout.from_config(config, runtime.ranks))
-        trainer = MegatronEngine(EngineSpec("actor", folder, "lm", config, None, seed=0), groups, runtime)
+    differences, samples = {}, []
+    for layout in layouts:
+        trainer = _trainer(folder, layout)
         WeightSync(trainer.hf_weights, rollout, bucket_bytes=1 << 16, group=rollout.world_group).sync()
         requests = [SamplingRequest(max_tokens=12, temperature=TEMPERATURE, seed=seed) for seed in range(len(PROMPTS))]
-        completions = rollout.generate(PROMPTS, requests)
+        samples = [(item.token_ids, item.log_probs) for item in rollout.generate(PROMPTS, requests)]
+        differences[layout] = _largest_difference(trainer, samples)
+    return differences, samples
 
-        def compute(logits, inputs, rows, trainer=trainer):
-            log_probs, _ = response_log_probs(
-                logits,
-                inputs,
-                group=trainer.groups.tp,
-                vocab_size=trainer.shape.vocab_size,
-                temperature=TEMPERATURE,
-                with_entropy=False,
-            )
-            return {"log_probs": log_probs}
 
-        prompts, prompt_mask = pad_left(PROMPTS, 9, 0)
-        responses, mask = pad_right([item.token_ids for item in completions], 12, 0)
-        rows = DataProto.from_dict(
-            {
-                "prompts": prompts,
-                "responses": responses,
-                "attention_mask": torch.cat([prompt_mask, mask], 1),
-                "response_mask": mask,
-            }
+def compare(folder: str, layout: tuple[int, int], samples: Samples) -> float:
+    """|Megatron - vLLM| log-prob of tokens that were sampled in another world, the largest over all ranks."""
+    return _largest_difference(_trainer(folder, layout), samples)
+
+
+def _trainer(folder: str, layout: tuple[int, int]) -> MegatronEngine:
+    runtime, config = init_runtime("cpu", 120), megatron(*layout)
+    groups = build_groups(Layout.from_config(config, runtime.ranks))
+    return MegatronEngine(EngineSpec("actor", folder, "lm", config, None, seed=0), groups, runtime)
+
+
+def _largest_difference(trainer: MegatronEngine, samples: Samples) -> float:
+    def compute(logits, inputs, rows):
+        log_probs, _ = response_log_probs(
+            logits,
+            inputs,
+            group=trainer.groups.tp,
+            vocab_size=trainer.shape.vocab_size,
+            temperature=TEMPERATURE,
+            with_entropy=False,
         )
-        mine = trainer.forward(rows, compute, micro_batch_size=2)["log_probs"]
-        theirs = torch.zeros_like(mine)
-        for row, item in enumerate(completions):
-            theirs[row, : len(item.log_probs)] = torch.tensor(item.log_probs)
-        largest = torch.where(mask.bool(), (mine - theirs).abs(), 0.0).max()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        answer[tp, pp] = largest.item()
-    return answer
+        return {"log_probs": log_probs}
+
+    prompts, prompt_mask = pad_left(PROMPTS, 9, 0)
+    responses, mask = pad_right([tokens for tokens, _ in samples], 12, 0)
+    rows = {
+        "prompts": prompts,
+        "responses": responses,
+        "attention_mask": torch.cat([prompt_mask, mask], 1),
+        "response_mask": mask,
+    }
+    mine = trainer.forward(DataProto.from_dict(rows), compute, micro_batch_size=2)["log_probs"]
+    theirs = torch.zeros_like(mine)
+    for row, (_, log_probs) in enumerate(samples):
+        theirs[row, : len(log_probs)] = torch.tensor(log_probs)
+    largest = torch.where(mask.bool(), (mine - theirs).abs(), 0.0).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
