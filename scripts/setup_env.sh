@@ -91,7 +91,7 @@ pip_install() { # what it is for, then pip's arguments
 }
 
 pip_finds_cpu_torch() { # whether pip's own settings (an index, a folder of wheels) lead to a CPU build of this version
-  "$VENV/bin/python" -m pip index versions torch --disable-pip-version-check 2>/dev/null | grep -qE "[ (]${1//./\\.}\+cpu[,)]?"
+  "$VENV/bin/python" -m pip index versions torch --disable-pip-version-check 2>/dev/null | grep -E "[ (]${1//./\\.}\+cpu(,|\)|$)" >/dev/null
 }
 
 install_cpu_torch() {
