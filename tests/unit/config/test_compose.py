@@ -37,7 +37,6 @@ def test_quickstart_layouts():
     assert config.trainer.device == "cpu"
     assert config.actor.megatron.tensor_model_parallel_size == 2
     assert config.critic.megatron.tensor_model_parallel_size == 1
-    assert config.ref.megatron.tensor_model_parallel_size == 2
     assert config.rollout.tensor_model_parallel_size == 1
 
 
@@ -59,10 +58,13 @@ def test_unknown_experiment_lists_those_that_exist():
 
 
 def test_overrides_win_over_the_experiment_and_the_last_one_wins():
-    config = get_config("quickstart", ["actor.optim.lr=0.5", "actor.optim.lr=0.25", "+critic.optim.lr=2", "ref=null"])
+    config = get_config("ppo_8b", ["actor.optim.lr=0.5", "actor.optim.lr=0.25", "+critic.optim.lr=2"])
     assert config.actor.optim.lr == 0.25
     assert config.critic.optim.lr == 2
-    assert config.ref is None
+
+
+def test_reference_can_be_left_out():
+    assert get_config("ppo_8b", ["ref=null", "algorithm.use_kl_in_reward=false"]).ref is None
 
 
 def test_layout_of_one_role_changes_alone():
