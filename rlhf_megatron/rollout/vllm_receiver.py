@@ -137,10 +137,11 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
             self.model.load_weights(weights)  # type: ignore[operator]
         except Exception as error:
             names = ", ".join(name for name, _ in weights[:_MAX_NAMED])
+            more = ", ..." if len(weights) > _MAX_NAMED else ""
+            cause = f"{type(error).__name__}: {str(error).rstrip('.')}"
             raise WeightError(
-                f"vLLM refused a tensor of the bucket {{{names}{', ...' if len(weights) > _MAX_NAMED else ''}}}: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Names and shapes must be those of the HuggingFace checkpoint of "
-                f"{type(self.model).__name__}."
+                f"vLLM refused a tensor of the bucket {{{names}{more}}}: {cause}. Names and shapes must be those of "
+                f"the HuggingFace checkpoint of {type(self.model).__name__}."
             ) from error
         self._own_deferred()
 

@@ -45,6 +45,12 @@ def llama(folders: dict[str, str]) -> str:
     return folders["llama"]
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As in real models, the embedding is larger than the tensors of any one layer's fused parameter."""
+    return str(make_tiny_model(tmp_path_factory.mktemp("models") / "wide", "llama", **SMALL, vocab_size=300))
+
+
 def test_trainers_process_is_left_as_it_was(world: World, llama: str) -> None:
     result = world.run(f"{BODIES}:trainer_state_is_kept", llama, timeout=300)[0]
     assert result["after"] == result["before"]
@@ -139,13 +145,13 @@ def test_sleep_and_wake_up_in_order_only(world: World, llama: str) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 60_000, 10**9])
-def test_sync_holds_one_bucket_and_the_largest_tensor_at_most(world: World, llama: str, bucket_bytes: int) -> None:
-    result = world.run(f"{BODIES}:live_bytes_of_stream", llama, bucket_bytes)[0]
+def test_sync_holds_one_bucket_and_the_largest_tensor_at_most(world: World, wide: str, bucket_bytes: int) -> None:
+    result = world.run(f"{BODIES}:live_bytes_of_stream", wide, bucket_bytes, timeout=300)[0]
     bound = max(bucket_bytes if bucket_bytes < 10**9 else result["model"], result["bucket"]) + result["largest_tensor"]
     assert result["peak"] <= bound
     assert result["reported"] <= bound
     if bucket_bytes < 10**9:
         # The bound says something: it is well below the whole model.
-        assert bound < result["model"] / 3
+        assert bound < result["model"] / 4
     # Sums of a few integers per tensor are kept, nothing of a tensor's size.
     assert result["left"] < 1024
