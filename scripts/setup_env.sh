@@ -83,7 +83,7 @@ pip_install() { # what it is for, then pip's arguments
   tail -n 15 "$log" >&2
   if grep -qE 'No space left on device' "$log"; then
     die "the disk is full." "Free some space (about $NEEDED_GIB GiB are needed for $VENV), or set VENV and TMPDIR to another disk."
-  elif grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError' "$log"; then
+  elif grep -qE 'NewConnectionError|NameResolutionError|from versions: none|ConnectTimeout|ReadTimeout|ProxyError|SSLError' "$log"; then
     die "pip cannot reach its package index (no network?)." \
       "Check the network and pip's settings (pip config list): a proxy, an index mirror or a folder of wheels go there."
   fi
@@ -94,17 +94,40 @@ pip_finds_cpu_torch() { # whether pip's own settings (an index, a folder of whee
   "$VENV/bin/python" -m pip index versions torch --disable-pip-version-check 2>/dev/null | grep -E "[ (]${1//./\\.}\+cpu(,|\)|$)" >/dev/null
 }
 
+installed_torch() { "$VENV/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))" 2>/dev/null || true; }
+
 install_cpu_torch() {
   local version
   version=$(sed -nE 's/^torch==([0-9.]+).*/\1/p' "$REQUIREMENTS")
   [ -n "$version" ] || die "$REQUIREMENTS names no torch==VERSION."
-  if "$VENV/bin/python" -c "import importlib.metadata as m; raise SystemExit(m.version('torch') != '$version+cpu')" 2>/dev/null; then
+  if [ "$(installed_torch)" = "$version+cpu" ]; then
     return
   elif pip_finds_cpu_torch "$version"; then
     pip_install "torch $version (CPU build, found by pip's own settings)" --no-deps "torch==$version+cpu"
   else
     pip_install "torch $version (CPU build, from $TORCH_CPU_INDEX)" --no-deps --index-url "$TORCH_CPU_INDEX" "torch==$version+cpu"
   fi
+}
+
+install_gpu_packages() {
+  # Transformer Engine's torch part is compiled against the torch that is there, so torch comes first. It is optional.
+  local list=requirements.txt
+  case "$(installed_torch)" in
+  *+cpu) die "$VENV holds the CPU build of torch." "Remove that folder, or set VENV to another one for the GPU." ;;
+  esac
+  pip_install "torch, and what Transformer Engine is built with" "$(grep -E '^torch==' "$list")" setuptools wheel ninja pybind11
+  if ! command -v nvcc >/dev/null; then
+    say "no nvcc on the path: leaving out Transformer Engine; the plain torch layers are used instead"
+    list="$VENV/requirements-without-te.txt"
+    grep -v '^transformer-engine' requirements.txt >"$list"
+  fi
+  pip_install "the packages of requirements.txt" --no-build-isolation -r "$list"
+}
+
+install_cpu_packages() {
+  install_cpu_torch
+  pip_install "the packages of requirements-cpu.txt" -r requirements-cpu.txt
+  drop_foreign_torch_packages
 }
 
 drop_foreign_torch_packages() {
@@ -131,9 +154,7 @@ main() {
   exec 9>"$VENV/.setup-lock"
   if command -v flock >/dev/null; then flock 9; fi
   rm -f "$STAMP"
-  [ "$USE_GPU" = 1 ] || install_cpu_torch
-  pip_install "the packages of $REQUIREMENTS" -r "$REQUIREMENTS"
-  [ "$USE_GPU" = 1 ] || drop_foreign_torch_packages
+  if [ "$USE_GPU" = 1 ]; then install_gpu_packages; else install_cpu_packages; fi
   pip_install "rlhf_megatron itself" --no-deps -e .
   fingerprint "$VENV/bin/python" >"$STAMP"
   say "done in $((SECONDS - begin)) s"
