@@ -1,4 +1,4 @@
-"""From a model's shape and a role's parallel settings to Megatron-Core's ``TransformerConfig``, and the rules between them."""
+"""From a model's shape and a role's parallel settings to Megatron-Core's ``TransformerConfig``; the rules between."""
 
 import math
 from typing import TYPE_CHECKING
@@ -89,6 +89,9 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch
         sequence_parallel=megatron.sequence_parallel and tp > 1,
         # Micro-batches are as long as their longest row, so stages must tell each other the shape.
         variable_seq_lengths=pp > 1,
+        # Interleaved stages exchange both directions at once; without overlap, two stages would mix them up.
+        overlap_p2p_comm=pp > 1 and megatron.virtual_pipeline_model_parallel_size is not None,
+        batch_p2p_comm=megatron.virtual_pipeline_model_parallel_size is None,
         # Checked together with the line above also where there are no experts.
         moe_token_dispatcher_type="alltoall",
         params_dtype=dtype,

@@ -63,7 +63,7 @@ class TorchAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size > 1:
             raise LayoutError(
-                f"context_parallel_size = {config.context_parallel_size}: the torch layers have no context parallelism. "
+                f"context_parallel_size = {config.context_parallel_size}: the torch layers cannot divide a sequence. "
                 "Set it to 1, or transformer_impl to transformer_engine."
             )
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
