@@ -77,6 +77,9 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         self.deferred_bytes = 0
         # Per layer, how many of the waiting tensors are copies already.
         self._owned: dict[torch.nn.Module, int] = {}
+        self._modules = dict(self.model.named_modules())
+        mapping: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
+        self._fused_names = {part: fused for fused, parts in mapping.items() for part in parts}
         # Layers whose weights are another layer's: a tied head.
         self._tied = _layers_with_shared_weights(self.model)
 
@@ -133,6 +136,7 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         """Nothing to release."""
 
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self._refuse_ignored([name for name, _ in weights])
         try:
             self.model.load_weights(weights)  # type: ignore[operator]
         except Exception as error:
@@ -144,6 +148,20 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
                 f"the HuggingFace checkpoint of {type(self.model).__name__}."
             ) from error
         self._own_deferred()
+
+    def _refuse_ignored(self, names: list[str]) -> None:
+        """vLLM drops a bias that its model class has no place for, silently; the log-probs would be another model's."""
+        for name in names:
+            path, _, kind = name.rpartition(".")
+            if kind != "bias":
+                continue
+            parent, _, last = path.rpartition(".")
+            module = self._modules.get(f"{parent}.{self._fused_names.get(last, last)}")
+            if module is not None and getattr(module, "bias", None) is None:
+                raise WeightError(
+                    f"The checkpoint has {name}, but vLLM's {type(self.model).__name__} has no such bias and would "
+                    "leave it out. This architecture cannot be rolled out with these biases."
+                )
 
     def _own_deferred(self) -> None:
         """Copy what vLLM still waits with, so that the sender may free or reuse its bucket."""

@@ -139,6 +139,12 @@ def log_probs_against_transformers(folder: str, tp: int) -> dict[str, Any]:
     return {"differences": differences, "metrics": metrics, "cached": cached}
 
 
+def sync_error(folder: str) -> tuple[str, str]:
+    """What a sync of the folder's tensors raises."""
+    engine = engine_for(folder, 1)
+    return error_of(lambda: sync(engine, tensors_of(folder)))
+
+
 def seeds(folder: str, tp: int) -> dict[str, Any]:
     """The same requests alone, in two orders and twice, and several samples of one prompt."""
     engine = engine_for(folder, tp)

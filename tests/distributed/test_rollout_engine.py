@@ -25,6 +25,7 @@ VARIANTS = {
     "qwen2_one_kv_head": {"num_key_value_heads": 1},
     "qwen3": {"head_dim": 64},
     "qwen3_tied_bias": {"head_dim": 64},
+    "llama_tied_biases": {},
     "mistral": {"head_dim": 32},
 }
 
@@ -107,6 +108,13 @@ def test_every_way_of_ending(world: World, llama: str) -> None:
         assert item.log_probs == [0.0] * len(item.log_probs)
     assert min(greedy.log_probs) < 0
     assert result["top_p_sums"] <= TOLERANCE
+
+
+def test_a_bias_that_vllm_would_leave_out_is_refused(world: World, folders: dict[str, str]) -> None:
+    """vLLM's Qwen3 has no bias in o_proj and drops it from the stream without a word."""
+    kind, text = world.run(f"{BODIES}:sync_error", folders["qwen3_tied_bias"], timeout=300)[0]
+    assert kind == "WeightError"
+    assert "self_attn.o_proj.bias" in text
 
 
 def test_refusals_say_why_and_heal(world: World, llama: str) -> None:

@@ -22,11 +22,11 @@ def two_replicas(make_world: Any) -> World:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    names = ["llama", "qwen2_one_kv_head", "qwen3_tied_bias"]
+    names = ["llama", "qwen2_one_kv_head", "llama_tied_biases"]
     return {name: str(make_tiny_model(root / name, name, **SMALL | VARIANTS[name])) for name in names}
 
 
-@pytest.mark.parametrize("variant", ["qwen3_tied_bias", "qwen2_one_kv_head", "llama"])
+@pytest.mark.parametrize("variant", ["llama_tied_biases", "qwen2_one_kv_head", "llama"])
 def test_tensor_parallel_log_probs_are_those_of_transformers(
     one_replica: World, folders: dict[str, str], variant: str
 ) -> None:
