@@ -15,7 +15,7 @@ class KLCtrlConfig(Node):
     kl_coef: NonNegativeFloat = 0.001
     """Initial weight."""
     horizon: PositiveInt = 10000
-    """Samples over which the adaptive weight moves."""
+    """Samples over which the adaptive weight moves; more than a fifth of those of a step."""
     target_kl: PositiveFloat = 0.1
     """KL per token that the adaptive weight aims at."""
 

@@ -13,7 +13,11 @@ from typing import Any
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Values of ``model_type`` that this version can train."""
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention has CPU kernels for (0.32, v1/attention/backends/cpu_attn.py)."""
+
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class HFFacts:
         model_type: HuggingFace's name of the family.
         num_heads: Attention heads.
         num_kv_heads: Key and value heads.
+        head_dim: Width of one head.
         max_length: Longest sequence that the positions are made for; as vLLM derives it (0.32, config/model.py): only
             linear scaling is not yet part of `max_position_embeddings`.
     """
@@ -32,6 +37,7 @@ class HFFacts:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     ffn_hidden_size: int
     max_length: int
 
@@ -48,6 +54,7 @@ def read_facts(folder: str | Path) -> HFFacts:
     if not isinstance(content, Mapping):
         raise ValueError("it holds no JSON object")
     missing = [name for name in _SIZES if not _is_size(content.get(name))]
+    missing += [name for name in _OPTIONAL_SIZES if content.get(name) is not None and not _is_size(content[name])]
     if missing:
         raise ValueError(f"it has no positive {', '.join(missing)}")
     heads = content["num_attention_heads"]
@@ -56,9 +63,23 @@ def read_facts(folder: str | Path) -> HFFacts:
         num_layers=content["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=content.get("num_key_value_heads") or heads,
+        head_dim=content.get("head_dim") or content["hidden_size"] // heads,
         ffn_hidden_size=content["intermediate_size"],
         max_length=int(content["max_position_embeddings"] * _linear_factor(content)),
     )
+
+
+def kv_heads_fit(num_kv_heads: int, tp: int) -> bool:
+    """Say whether key/value heads can be shared by tensor-parallel ranks: divided, or each by several ranks.
+
+    Megatron-Core (0.16.1, `TransformerConfig.__post_init__`) and vLLM (0.32, `QKVParallelLinear`) have the same rule.
+    """
+    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
+
+
+def qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Rows of Megatron-Core's fused query-key-value matrix, which tensor-parallel ranks cut evenly."""
+    return (num_heads + 2 * num_kv_heads) * head_dim
 
 
 def _is_size(value: object) -> bool:

@@ -52,9 +52,9 @@ class MegatronConfig(Node):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of parameters and activations; bfloat16 keeps fp32 master weights in the optimizer."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Layer kernels: Transformer Engine when present (auto), or plain torch."""
+    """Layer kernels: Transformer Engine or plain torch; auto takes the former on GPUs where it is installed."""
     use_distributed_optimizer: bool = True
-    """Whether optimizer state is divided over the data-parallel ranks."""
+    """Whether optimizer state is divided over the data-parallel ranks. Not for the reference, which has none."""
 
 
 class OptimConfig(Node):

@@ -11,7 +11,8 @@ class GatesConfig(Node):
     """Exactness gates: always measured, and an error past the threshold."""
 
     first_step_kl: PositiveFloat = 1e-3
-    """Largest |mean KL| between actor and reference at the first step, when both have the same weights."""
+    """Largest |mean KL| between policies with the same weights: actor and reference before the first update, and the
+    policy that scored the answers and the one that is updated at the first mini-batch."""
     rollout_log_prob_diff_mean: PositiveFloat = 0.1
     """Largest mean |rollout - trainer| log-prob per token."""
     rollout_log_prob_diff_max: PositiveFloat = 5.0
@@ -36,9 +37,9 @@ class LoopConfig(Node):
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of everything the run leaves."""
     total_epochs: PositiveInt = 1
-    """Passes over the training set."""
+    """Passes over the training set, when `total_training_steps` is null."""
     total_training_steps: PositiveInt | None = None
-    """Steps; ends the run before or after `total_epochs` when set."""
+    """Steps of the run, in place of `total_epochs`; within the first epoch or past it."""
     val_before_train: bool = True
     """Whether to validate before the first step."""
     test_freq: int = -1

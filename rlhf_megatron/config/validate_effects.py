@@ -71,7 +71,6 @@ PPO_NEEDS = (
     Needs("algorithm.kl_ctrl.target_kl", _adaptive, *_FIXED_KL),
     Needs("algorithm.use_kl_in_reward", lambda c: c.ref is not None, *_NO_REF),
     Needs("actor.use_kl_loss", lambda c: c.ref is not None, *_NO_REF),
-    Needs("trainer.gates.first_step_kl", lambda c: c.ref is not None, *_NO_REF),
     Needs("actor.kl_loss_coef", _kl_loss, *_NO_LOSS_KL),
     Needs("actor.kl_loss_type", _kl_loss, *_NO_LOSS_KL),
     Needs("actor.data_loader_seed", lambda c: c.actor.shuffle, "actor.shuffle is false", "Set actor.shuffle=true"),
@@ -95,12 +94,6 @@ PPO_NEEDS = (
     Needs(
         "reward.timeout_s", lambda c: c.reward.num_workers > 0, "reward.num_workers is 0", "Set reward.num_workers=1"
     ),
-    Needs(
-        "trainer.log_samples",
-        lambda c: "jsonl" in c.trainer.logger or "tensorboard" in c.trainer.logger,
-        "trainer.logger has neither jsonl nor tensorboard",
-        "Add jsonl to trainer.logger",
-    ),
 )
 """Settings of a PPO run that need another one."""
 
@@ -115,7 +108,6 @@ _INERT = {
     "rollout.val_kwargs.n": 1,
     "rollout.val_kwargs.top_p": 1.0,
     "rollout.val_kwargs.top_k": -1,
-    "trainer.log_samples": 0,
 }
 
 
@@ -184,6 +176,47 @@ def clip_range(config: Any) -> Iterator[Violation]:
         )
 
 
+def kl_horizon(config: Any) -> Iterator[Violation]:
+    """The adaptive weight moves by up to 0.2 x samples / horizon of itself per step, and must stay above 0."""
+    control = config.algorithm.kl_ctrl
+    if not config.algorithm.use_kl_in_reward or control.type != "adaptive":
+        return
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    # In integers: a fifth of the samples is not exact in floating point.
+    if 5 * control.horizon <= prompts * n:
+        yield Violation(
+            "algorithm.kl_ctrl.horizon",
+            control.horizon,
+            f"must exceed a fifth of a step's samples, {prompts} prompts x rollout.n {n} = {prompts * n}, or one step "
+            "could turn the weight of the KL to 0 or below.",
+            f"Set it to {prompts * n // 5 + 1} or more; a slow controller has many times {prompts * n}.",
+        )
+
+
+def length_of_run(config: Any) -> Iterator[Violation]:
+    """A run's length is given in epochs or in steps."""
+    steps, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
+    if steps is not None and is_set(config, "trainer.total_epochs"):
+        yield Violation(
+            "trainer.total_epochs",
+            epochs,
+            f"has no effect while trainer.total_training_steps is {steps}, which alone says when the run ends.",
+            "Take one of them out: ~trainer.total_epochs or ~trainer.total_training_steps.",
+        )
+
+
+def reference_is_frozen(config: Any) -> Iterator[Violation]:
+    """A frozen model has no optimizer."""
+    leaf = "ref.megatron.use_distributed_optimizer"
+    if is_set(config, leaf):
+        yield Violation(
+            leaf,
+            get(config, leaf),
+            "has no effect: the reference is not trained, so that it has no optimizer.",
+            f"Take it out with ~{leaf}.",
+        )
+
+
 def warmup(config: Any) -> Iterator[Violation]:
     """The actor must be trained at some step."""
     steps, last = config.trainer.critic_warmup, config.trainer.total_training_steps
@@ -212,7 +245,7 @@ def validation_cadence(config: Any) -> Iterator[Violation]:
 
 ROLE_RULES = (learning_rate,)
 """Rules about each role of a root."""
-COMMON_RULES = (*map(_rule, COMMON_NEEDS), validation_cadence)
+COMMON_RULES = (*map(_rule, COMMON_NEEDS), validation_cadence, length_of_run)
 """Rules about any run."""
-PPO_RULES = (*map(_rule, PPO_NEEDS), clip_range, warmup)
+PPO_RULES = (*map(_rule, PPO_NEEDS), clip_range, kl_horizon, reference_is_frozen, warmup)
 """Rules about a PPO run."""

@@ -1,6 +1,10 @@
-"""Rules about what must be there before a run: model, data and reward files, and the ranks that were started."""
+"""Rules about what must be there before a run: model, data and reward files, and the ranks that were started.
+
+What is there is asked of `os.path`, which says no where a folder on the way may not be entered; `pathlib` raises.
+"""
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,8 @@ def model_files(config: Any, role: Role) -> Iterator[Violation]:
     if folder is None or role.name == "ref":
         return
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        kind = "is a file" if path.exists() else "does not exist"
+    if not os.path.isdir(path):
+        kind = "is a file" if os.path.exists(path) else "does not exist"
         yield Violation(
             role.model,
             folder,
@@ -29,7 +33,7 @@ def model_files(config: Any, role: Role) -> Iterator[Violation]:
             "Download it with: hf download REPOSITORY --local-dir FOLDER; a repository's name is not looked up.",
         )
         return
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         yield Violation(role.model, folder, "has no config.json.", "Give the folder that holds config.json.")
         return
     try:
@@ -56,7 +60,7 @@ def model_files(config: Any, role: Role) -> Iterator[Violation]:
 def tokenizer_files(config: Any) -> Iterator[Violation]:
     """The tokenizer's own folder, when it has one."""
     folder = config.model.tokenizer_path
-    if folder is not None and not Path(folder).expanduser().is_dir():
+    if folder is not None and not os.path.isdir(Path(folder).expanduser()):
         yield Violation(
             "model.tokenizer_path", folder, "must be a folder, and is not there.", "Correct it, or leave it out."
         )
@@ -67,7 +71,7 @@ def data_files(config: Any) -> Iterator[Violation]:
     for leaf in ("train_files", "val_files"):
         for i, name in enumerate(getattr(config.data, leaf)):
             path, key = Path(name).expanduser(), f"data.{leaf}[{i}]"
-            if not path.exists():
+            if not os.path.exists(path):
                 yield Violation(key, name, f"does not exist (looked for {path.resolve()}).", "Correct the path.")
             elif path.is_file() and path.suffix not in DATA_SUFFIXES:
                 yield Violation(
@@ -84,8 +88,8 @@ def reward_file(config: Any) -> Iterator[Violation]:
     if custom.path is None:
         return
     key, path = "reward.custom_reward_function.path", Path(custom.path).expanduser()
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
+    if not os.path.isfile(path):
+        kind = "is a folder" if os.path.isdir(path) else "does not exist"
         yield Violation(
             key, custom.path, f"must be a Python file, and {kind} (looked for {path.resolve()}).", "Correct the path."
         )
@@ -131,18 +135,16 @@ def _functions(tree: ast.Module) -> list[str]:
 
 
 def output_folder(config: Any) -> Iterator[Violation]:
-    """Nothing but folders may be on the way to the output folder."""
+    """The output folder, or the one that it is to be made in, must be there to write to."""
     path = Path(config.trainer.default_local_dir).expanduser().absolute()
-    for part in (path, *path.parents):
-        if part.exists():
-            if not part.is_dir():
-                yield Violation(
-                    "trainer.default_local_dir",
-                    config.trainer.default_local_dir,
-                    f"must be a folder, but {part} is a file.",
-                    "Choose another folder.",
-                )
-            return
+    part = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
+    if not os.path.isdir(part):
+        rule, fix = f"must be a folder, but {part} is not one.", "Choose another folder."
+    elif not os.access(part, os.W_OK | os.X_OK):
+        rule, fix = f"must be a folder that can be written, and {part} cannot.", "Choose another folder, or chmod it."
+    else:
+        return
+    yield Violation("trainer.default_local_dir", config.trainer.default_local_dir, rule, fix)
 
 
 def started_ranks(config: Any, started: int | None) -> Iterator[Violation]:

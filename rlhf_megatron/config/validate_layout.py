@@ -3,9 +3,10 @@
 There is no rule about the vocabulary: both Megatron's embedding and vLLM's pad it to a multiple of their ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from rlhf_megatron.config.hf_facts import CPU_HEAD_DIMS, HFFacts, kv_heads_fit, qkv_rows
 from rlhf_megatron.config.rules import (
     Role,
     divisors,
@@ -19,13 +20,17 @@ from rlhf_megatron.config.rules import (
 from rlhf_megatron.errors import Violation
 
 UNSUPPORTED: tuple[tuple[str, tuple[int | None, ...]], ...] = (
-    ("virtual_pipeline_model_parallel_size", (None, 1)),
+    ("virtual_pipeline_model_parallel_size", (None,)),
     ("context_parallel_size", (1,)),
     ("expert_model_parallel_size", (1,)),
-    ("expert_tensor_parallel_size", (None, 1)),
+    ("expert_tensor_parallel_size", (None,)),
 )
 """Leaves of a layout that this version has room for but cannot run yet, and the values that it can. Supporting one
-means removing its line here."""
+means removing its line here. A 1 in place of null is no null: one chunk per stage is Megatron's interleaved schedule,
+and one rank per expert is less than the tensor-parallel size."""
+
+TensorRule = tuple[str, Callable[[int], bool]]
+"""What a tensor-parallel size must do, and whether a given one does."""
 
 
 def unsupported(config: Any, role: Role) -> Iterator[Violation]:
@@ -72,7 +77,7 @@ def rollout_fits_world(config: Any) -> Iterator[Violation]:
 
 
 def divides_model(config: Any, role: Role) -> Iterator[Violation]:
-    """Heads, key/value heads, MLP width and layers must divide evenly."""
+    """Heads, query-key-value rows, MLP columns and layers must divide evenly; key/value heads may also be repeated."""
     megatron = get(config, role.megatron)
     if megatron is None:
         return
@@ -80,20 +85,12 @@ def divides_model(config: Any, role: Role) -> Iterator[Violation]:
     facts = facts_of(folder)
     if facts is None:
         return
-    tp = megatron.tensor_model_parallel_size
-    possible = _tensor_sizes(facts.num_heads, facts.num_kv_heads, facts.ffn_hidden_size)
-    for size, what in (
-        (facts.num_heads, "attention heads"),
-        (facts.num_kv_heads, "key/value heads"),
-        (facts.ffn_hidden_size, "MLP columns"),
-    ):
-        if size % tp:
-            yield Violation(
-                f"{role.megatron}.tensor_model_parallel_size",
-                tp,
-                f"must divide the {size} {what} of {folder}.",
-                f"Choose {listed(possible)}.",
-            )
+    yield from _tensor_size(
+        f"{role.megatron}.tensor_model_parallel_size",
+        megatron.tensor_model_parallel_size,
+        facts,
+        [*_shared_tensor_rules(facts, folder), _fused_rule(facts, folder)],
+    )
     pp = megatron.pipeline_model_parallel_size
     if facts.num_layers % pp:
         yield Violation(
@@ -104,32 +101,59 @@ def divides_model(config: Any, role: Role) -> Iterator[Violation]:
         )
 
 
-def _tensor_sizes(*sizes: int) -> list[int]:
-    return [d for d in divisors(min(sizes)) if all(size % d == 0 for size in sizes)]
+def _shared_tensor_rules(facts: HFFacts, folder: str) -> list[TensorRule]:
+    """What Megatron-Core and vLLM both ask of a tensor-parallel size."""
+    heads, kv_heads, columns = facts.num_heads, facts.num_kv_heads, facts.ffn_hidden_size
+    return [
+        (f"must divide the {heads} attention heads of {folder}.", lambda tp: heads % tp == 0),
+        (
+            f"must divide the {kv_heads} key/value heads of {folder}, or be a multiple of them.",
+            lambda tp: kv_heads_fit(kv_heads, tp),
+        ),
+        (f"must divide the {columns} MLP columns of {folder}.", lambda tp: columns % tp == 0),
+    ]
+
+
+def _fused_rule(facts: HFFacts, folder: str) -> TensorRule:
+    """Megatron-Core cuts the fused matrix by rows, wherever the cut falls; vLLM repeats whole heads instead."""
+    rows = qkv_rows(facts.num_heads, facts.num_kv_heads, facts.head_dim)
+    return f"must divide the {rows} query-key-value rows of {folder}.", lambda tp: rows % tp == 0
+
+
+def _tensor_size(key: str, tp: int, facts: HFFacts, rules: list[TensorRule]) -> Iterator[Violation]:
+    """The first rule that is broken: one often breaks another, and what is proposed keeps them all."""
+    for text, holds in rules:
+        if not holds(tp):
+            possible = [d for d in divisors(facts.num_heads) if all(fits(d) for _, fits in rules)]
+            yield Violation(key, tp, text, f"Choose {listed(possible)}.")
+            return
 
 
 def rollout_divides_model(config: Any) -> Iterator[Violation]:
     """vLLM needs whole heads per rank; key/value heads are divided, or repeated when there are fewer than ranks."""
     facts = facts_of(config.model.path)
-    tp = config.rollout.tensor_model_parallel_size
-    if facts is None:
+    if facts is not None:
+        yield from _tensor_size(
+            "rollout.tensor_model_parallel_size",
+            config.rollout.tensor_model_parallel_size,
+            facts,
+            _shared_tensor_rules(facts, config.model.path),
+        )
+
+
+def rollout_head_size(config: Any) -> Iterator[Violation]:
+    """vLLM has no CPU kernels for attention heads of just any width."""
+    facts = facts_of(config.model.path)
+    if config.trainer.device != "cpu" or facts is None or facts.head_dim in CPU_HEAD_DIMS:
         return
-    kv = facts.num_kv_heads
-    for size, what, fits in (
-        (facts.num_heads, "must divide the {} attention heads of {}.", facts.num_heads % tp == 0),
-        (kv, "must divide the {} key/value heads of {}, or be a multiple of them.", kv % tp == 0 or tp % kv == 0),
-        (facts.ffn_hidden_size, "must divide the {} MLP columns of {}.", facts.ffn_hidden_size % tp == 0),
-    ):
-        if not fits:
-            possible = [
-                d for d in divisors(facts.num_heads) if facts.ffn_hidden_size % d == 0 and (kv % d == 0 or d % kv == 0)
-            ]
-            yield Violation(
-                "rollout.tensor_model_parallel_size",
-                tp,
-                what.format(size, config.model.path),
-                f"Choose {listed(possible)}.",
-            )
+    below = [d for d in CPU_HEAD_DIMS if d < facts.head_dim]
+    above = [d for d in CPU_HEAD_DIMS if d > facts.head_dim]
+    yield Violation(
+        "model.path",
+        config.model.path,
+        f"its attention heads are {facts.head_dim} wide, and on CPUs vLLM has no attention for that width.",
+        f"Choose a model with a head_dim of {listed([*below[-1:], *above[:1]])}, or set trainer.device=cuda.",
+    )
 
 
 def device_fits(config: Any, role: Role) -> Iterator[Violation]:
@@ -148,5 +172,5 @@ def device_fits(config: Any, role: Role) -> Iterator[Violation]:
 
 ROLE_RULES = (unsupported, fits_world, divides_model, device_fits)
 """Rules about each role of a root."""
-PPO_RULES = (rollout_fits_world, rollout_divides_model)
+PPO_RULES = (rollout_fits_world, rollout_divides_model, rollout_head_size)
 """Rules about a PPO run."""

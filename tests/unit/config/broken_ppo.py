@@ -48,6 +48,9 @@ SIX_RANKS = (
 )
 """Batches that six ranks divide."""
 
+ADAPTIVE_KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
+"""A KL controller with a horizon."""
+
 SYNTAX = (
     case("actor.optim.lr", "actor.optim.lr=[1", "cannot be read", "key=value"),
     case("actor.optim.lr", "actor.optim.lr", "cannot be read", "EQUAL"),
@@ -141,6 +144,7 @@ LAYOUTS = (
         "actor.megatron.tensor_model_parallel_size",
         ("actor.megatron.tensor_model_parallel_size=3", *SIX_RANKS),
         "must divide the 4 key/value heads",
+        "or be a multiple of them",
         "1, 2 or 4",
     ),
     case(
@@ -169,6 +173,16 @@ LAYOUTS = (
     case(
         "critic.megatron.virtual_pipeline_model_parallel_size",
         "critic.megatron.virtual_pipeline_model_parallel_size=2",
+        "not supported yet by this version",
+    ),
+    case(
+        "ref.megatron.virtual_pipeline_model_parallel_size",
+        "ref.megatron.virtual_pipeline_model_parallel_size=1",
+        "not supported yet by this version",
+    ),
+    case(
+        "actor.megatron.expert_tensor_parallel_size",
+        "actor.megatron.expert_tensor_parallel_size=1",
         "not supported yet by this version",
     ),
     case("actor.megatron.transformer_impl", "actor.megatron.transformer_impl=transformer_engine", "needs a GPU"),
@@ -231,6 +245,29 @@ EFFECTS = (
     case("data.seed", ("data.shuffle=false", "data.seed=3"), "data.shuffle is false"),
     case("rollout.gpu_memory_utilization", "rollout.gpu_memory_utilization=0.3", "trainer.device is cpu"),
     case("rollout.cpu_kvcache_space_gib", ("trainer.device=cuda", "rollout.cpu_kvcache_space_gib=2"), "device is cuda"),
+    *(
+        case(
+            "ref.megatron.use_distributed_optimizer",
+            f"ref.megatron.use_distributed_optimizer={value}",
+            "has no optimizer",
+            "~ref.megatron.use_distributed_optimizer",
+        )
+        for value in ("true", "false")
+    ),
+    case(
+        "algorithm.kl_ctrl.horizon",
+        # 64 x 5 = 320 samples, a fifth of which is 64.
+        (*ADAPTIVE_KL, "rollout.n=5", "algorithm.kl_ctrl.horizon=64"),
+        "a fifth",
+        "64 prompts x rollout.n 5 = 320",
+        "65 or more",
+    ),
+    case(
+        "trainer.total_epochs",
+        ("trainer.total_training_steps=10", "trainer.total_epochs=1"),
+        "no effect while trainer.total_training_steps is 10",
+        "~trainer.total_epochs or ~trainer.total_training_steps",
+    ),
     case("reward.timeout_s", ("reward.num_workers=0", "reward.timeout_s=3"), "reward.num_workers is 0"),
     case("reward.custom_reward_function.name", "reward.custom_reward_function.name=score", "path is null"),
     case("data.val_batch_size", ("data.val_files=[]", "data.val_batch_size=8"), "data.val_files is empty"),
@@ -260,5 +297,22 @@ EFFECTS = (
         "never trained",
     ),
 )
+
+WHOLE = (
+    # The policy that scored the answers is compared with the one that is updated, whether or not there is a reference.
+    ("ref=null", "trainer.gates.first_step_kl=1e-2"),
+    # Samples are written to a file of their own whatever the loggers.
+    ("trainer.logger=[console]", "trainer.log_samples=4"),
+    (*ADAPTIVE_KL, "rollout.n=5", "algorithm.kl_ctrl.horizon=65"),
+    ("rollout.n=5", "algorithm.use_kl_in_reward=true", "data.train_batch_size=65536"),
+    ("trainer.total_epochs=3",),
+    ("trainer.total_training_steps=10",),
+    ("trainer.total_training_steps=null", "trainer.total_epochs=3"),
+    ("actor.megatron.use_distributed_optimizer=false",),
+    ("actor.megatron.virtual_pipeline_model_parallel_size=null", "critic.megatron.expert_tensor_parallel_size=null"),
+    # Which layers auto takes on a CPU is not for the configuration to say.
+    ("actor.megatron.transformer_impl=auto", "critic.megatron.transformer_impl=torch"),
+)
+"""Changes of `GOOD` that look like some of the broken ones, and are good."""
 
 BROKEN = (*SYNTAX, *GROUPS, *KEYS, *MISSING, *TYPES, *LAYOUTS, *BATCHES, *EFFECTS)

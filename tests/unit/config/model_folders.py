@@ -8,6 +8,7 @@ LLAMA = {
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
+    "head_dim": 32,
     "hidden_size": 96,
     "intermediate_size": 64,
     "max_position_embeddings": 2048,

@@ -1,9 +1,10 @@
 """Each broken configuration gets its message, and several mistakes are all reported."""
 
 import pytest
-from broken_ppo import BROKEN, GOOD, Broken
+from broken_ppo import ADAPTIVE_KL, BROKEN, GOOD, WHOLE, Broken
 from model_folders import write_model
 
+from rlhf_megatron.algorithms.kl import AdaptiveKLController
 from rlhf_megatron.config.compose import compose
 from rlhf_megatron.config.ppo import PPOConfig
 from rlhf_megatron.errors import ConfigError, Violation
@@ -48,6 +49,26 @@ def test_message(model, broken: Broken):
     # A mistake in one place is not a list of mistakes elsewhere. The roles share a model and a world, so that what
     # breaks one may break the same leaf of another.
     assert {key.rpartition(".")[2] for key in blamed} == {broken.key.rpartition(".")[2], *broken.also}, blamed
+
+
+@pytest.mark.parametrize("overrides", WHOLE, ids=lambda o: " ".join(o)[:80])
+def test_not_refused(model, overrides):
+    run(model, *overrides)
+
+
+@pytest.mark.parametrize(("horizon", "lasts"), [(12, False), (13, True)])
+def test_horizon_is_refused_where_the_controller_would_be(model, horizon, lasts):
+    """64 samples a step, a fifth of which is 12.8; a KL of 0 asks for the largest decrease."""
+    overrides = (*ADAPTIVE_KL, f"algorithm.kl_ctrl.horizon={horizon}")
+    controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=0.1, horizon=horizon)
+    if lasts:
+        run(model, *overrides)
+        controller.update(0.0, n_steps=64)
+        assert controller.value > 0
+    else:
+        assert {v.key for v in violations(model, *overrides)} == {"algorithm.kl_ctrl.horizon"}
+        with pytest.raises(ConfigError):
+            controller.update(0.0, n_steps=64)
 
 
 def test_all_at_once(model):

@@ -1,10 +1,15 @@
 """What must be there before a run: model, data and reward files, and the started ranks."""
 
+import ast
+import importlib.util
+import os
+from pathlib import Path
+
 import pytest
 from model_folders import write_model
 
 from rlhf_megatron.config.compose import compose, compose_mapping
-from rlhf_megatron.config.hf_facts import read_facts
+from rlhf_megatron.config.hf_facts import CPU_HEAD_DIMS, read_facts
 from rlhf_megatron.config.ppo import PPOConfig
 from rlhf_megatron.config.validate import validate_mapping
 from rlhf_megatron.errors import ConfigError
@@ -56,13 +61,33 @@ def test_nothing_is_looked_for_unless_asked(good):
         ("reward.custom_reward_function.path=gone.py", "reward.custom_reward_function.path", "does not exist"),
         ("reward.custom_reward_function.path=llama", "reward.custom_reward_function.path", "is a folder"),
         ("reward.custom_reward_function.path=llama/config.json", "reward.custom_reward_function.name", "not defined"),
-        ("trainer.default_local_dir=train.jsonl/run", "trainer.default_local_dir", "is a file"),
+        ("trainer.default_local_dir=train.jsonl/run", "trainer.default_local_dir", "is not one"),
+        ("trainer.default_local_dir=dangling/run", "trainer.default_local_dir", "is not one"),
     ],
 )
-def test_missing_files(good, override, key, words):
+def test_missing_files(good, tmp_path, override, key, words):
+    (tmp_path / "dangling").symlink_to("nowhere")
     found = messages([*good, override])
     assert words in found[key], found
     assert set(found) == {key}
+
+
+def test_output_folder_that_cannot_be_written(good, tmp_path, monkeypatch):
+    """Found before the run, not when its first file is written."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    if os.access(closed, os.W_OK):
+        # Root may write anywhere, so that the operating system's answer has to be made up.
+        may = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(closed) and may(path, mode))
+    found = messages([*good, "trainer.default_local_dir=closed/runs/one"])
+    assert f"{closed} cannot" in found["trainer.default_local_dir"]
+    assert set(found) == {"trainer.default_local_dir"}
+
+
+def test_output_folder_need_not_exist(good, tmp_path):
+    compose("ppo", [*good, "trainer.default_local_dir=new/runs/one"], check_files=True)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +115,8 @@ def test_reward_function_may_be_imported_or_conditional(good, tmp_path):
         ({"model_type": "gpt2"}, "model_type gpt2; known are llama"),
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"head_dim": "wide"}, "head_dim"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads"),
         ({"weights": False}, "safetensors"),
     ],
 )
@@ -126,6 +153,65 @@ def test_started_ranks_must_be_those_configured(good):
 )
 def test_longest_sequence(tmp_path, changes, longest):
     assert read_facts(write_model(tmp_path / "m", **changes)).max_length == longest
+
+
+@pytest.mark.parametrize(("changes", "width"), [({}, 32), ({"head_dim": None}, 8), ({"head_dim": 80}, 80)])
+def test_width_of_a_head(tmp_path, changes, width):
+    """Its own key, or 96 columns over 12 heads."""
+    assert read_facts(write_model(tmp_path / "m", **changes)).head_dim == width
+
+
+@pytest.mark.parametrize(
+    ("width", "nearest"), [(8, "of 32,"), (48, "of 32 or 64"), (100, "of 96 or 112"), (513, "of 512,")]
+)
+def test_head_size_without_a_cpu_kernel(good, tmp_path, width, nearest):
+    write_model(tmp_path / "other", head_dim=width)
+    found = messages([*good, "model.path=other"])
+    assert f"{width} wide" in found["model.path"] and nearest in found["model.path"]
+    assert set(found) == {"model.path"}
+    compose("ppo", [*good, "model.path=other", "trainer.device=cuda"], check_files=True)
+    # Only what generates needs vLLM's kernels.
+    compose("ppo", [*good, "critic.model.path=other"], check_files=True)
+
+
+def test_list_of_head_sizes_is_that_of_the_installed_vllm():
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    functions = [n for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.FunctionDef)]
+    (body,) = (f.body for f in functions if f.name == "get_supported_head_sizes")
+    assert isinstance(body[-1], ast.Return) and body[-1].value is not None
+    assert list(CPU_HEAD_DIMS) == ast.literal_eval(body[-1].value)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_key_value_heads_may_be_fewer_than_ranks(good, tmp_path, tp):
+    """2 key/value heads: tp 4 and 8 give each to 2 and 4 ranks, in Megatron-Core as in vLLM."""
+    write_model(tmp_path / "other", num_attention_heads=8, num_key_value_heads=2)
+    compose(
+        "ppo",
+        [
+            *good,
+            "model.path=other",
+            "trainer.n_gpus_per_node=8",
+            *(f"{node}.tensor_model_parallel_size={tp}" for node in ("actor.megatron", "critic.megatron", "rollout")),
+        ],
+        check_files=True,
+    )
+
+
+def test_fused_rows_bind_megatron_only(good, tmp_path):
+    """(12 + 2 x 4) x 32 = 640 rows are not cut by 12 ranks, while vLLM gives each of 4 key/value heads to 3 ranks."""
+    write_model(tmp_path / "other", intermediate_size=96)
+    twelve = [*good, "model.path=other", "trainer.n_gpus_per_node=12"]
+    batches = [f"{leaf}=12" for leaf in ("data.train_batch_size", "actor.ppo_mini_batch_size")]
+    twelve += [*batches, "critic.ppo_mini_batch_size=12"]
+    compose("ppo", [*twelve, "rollout.tensor_model_parallel_size=12"], check_files=True)
+    found = messages([*twelve, "actor.megatron.tensor_model_parallel_size=12"])
+    assert set(found) == {"actor.megatron.tensor_model_parallel_size"}
+    assert "640 query-key-value rows" in found["actor.megatron.tensor_model_parallel_size"]
+    assert "Choose 1, 2 or 4." in found["actor.megatron.tensor_model_parallel_size"]
 
 
 def test_key_value_heads_default_to_heads(tmp_path):
