@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_megatron.config.hf_facts import kv_heads_fit, qkv_rows
 from rlhf_megatron.config.roles import MegatronConfig
 from rlhf_megatron.errors import Violation
 from rlhf_megatron.models.hf_config import ModelShape
@@ -34,8 +35,8 @@ def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> 
     heads, groups = shape.num_heads, shape.num_kv_heads
     tensor_rule(heads % tp == 0, f"must divide the model's {heads} attention heads.", "Choose a divisor.")
     kv_rule = f"must divide, or be a multiple of, the model's {groups} key-value heads."
-    tensor_rule(groups % tp == 0 or tp % groups == 0, kv_rule, "Choose such a size.")
-    fused = (heads + 2 * groups) * shape.head_dim
+    tensor_rule(kv_heads_fit(groups, tp), kv_rule, "Choose such a size.")
+    fused = qkv_rows(heads, groups, shape.head_dim)
     tensor_rule(fused % tp == 0, f"must divide the {fused} rows of query, key and value.", "Choose a divisor.")
     ffn_rule = f"must divide the model's MLP size {shape.ffn_hidden_size}."
     tensor_rule(shape.ffn_hidden_size % tp == 0, ffn_rule, "Choose a divisor.")
