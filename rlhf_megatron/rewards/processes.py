@@ -35,6 +35,7 @@ def kill_group(leader: int) -> None:
 
 
 def children() -> list[int]:
+    """This process's children, orphans that it adopted included; none where the kernel does not list them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
@@ -43,6 +44,11 @@ def children() -> list[int]:
 
 
 def describe_exit(status: int) -> str:
+    """Says in words how a process ended, for a message.
+
+    Args:
+        status: As `os.waitpid` gives it.
+    """
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit code {code}"
