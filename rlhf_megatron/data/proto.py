@@ -43,14 +43,11 @@ PRODUCERS: dict[str, str] = {
         ("responses", "input_ids", "attention_mask", "position_ids", "response_mask", "rollout_log_probs"),
         "generate_sequences",
     ),
-    "old_log_probs": "compute_log_prob",
+    **dict.fromkeys(("old_log_probs", "entropys"), "compute_log_prob"),
     "ref_log_prob": "compute_ref_log_prob",
     "values": "compute_values",
-    "rm_scores": "compute_rm_score",
-    "token_level_scores": "the reward manager",
-    "token_level_rewards": "apply_kl_penalty",
-    "advantages": "compute_advantage",
-    "returns": "compute_advantage",
+    **dict.fromkeys(("token_level_scores", "reward_extra"), "compute_rm_score"),
+    **dict.fromkeys(("token_level_rewards", "advantages", "returns"), "compute_advantage"),
 }
 """Which call makes a key, for the message of :meth:`DataProto.require`."""
 

@@ -9,6 +9,7 @@ Left out here: packed sequences, context parallelism and offload.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,20 +22,24 @@ from rlhf_megatron.data.batching import split_micro_batches
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs, to_model_inputs
 from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
-from rlhf_megatron.models.build import build_model, forward_chunk
+from rlhf_megatron.errors import LayoutError
+from rlhf_megatron.models.build import Head, build_model, forward_chunk
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.parallel.collectives import broadcast_object
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.parallel.megatron_globals import MegatronContext
 from rlhf_megatron.parallel.runtime import Runtime
 from rlhf_megatron.weights.gather import iterate_hf
 from rlhf_megatron.weights.load import LoadReport, load_hf
 
+T = TypeVar("T")
+
 Results = dict[str, torch.Tensor]
 Metrics = dict[str, Stat]
 Compute = Callable[[torch.Tensor, ModelInputs, DataProto], Results]
 """(output of the last stage, its inputs, its rows) -> results, each [b, R]."""
 Loss = Callable[[torch.Tensor, ModelInputs, DataProto, BatchTotals], tuple[torch.Tensor, Metrics]]
-"""(output of the last stage, its inputs, its rows, global counts) -> (this micro-batch's share of the loss, metrics)."""
+"""(output of the last stage, its inputs, its rows, global counts) -> (the micro-batch's share of the loss, metrics)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class EngineSpec:
 
     name: str
     folder: str
-    head: str
+    head: Head
     megatron: MegatronConfig
     optim: OptimConfig | None
     seed: int
@@ -103,7 +108,9 @@ class MegatronEngine:
         """Optimizer steps skipped so far because the gradient was not finite."""
         return 0 if self._trainable is None else self._trainable.skipped_steps
 
-    def hf_weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def hf_weights(
+        self, bucket_bytes: int, dtype: torch.dtype | None = None
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Full tensors under their HuggingFace names, in buckets, on every rank. Collective over the layout's ranks."""
         return iterate_hf(self.chunks, self.shape, self.groups, bucket_bytes, dtype=dtype)
 
@@ -214,12 +221,12 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.train(training)
 
-    def _from_last_stage(self, value):
-        if self.layout.pp == 1:
-            return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=self.groups.last_stage_rank, group=self.groups.pp)
-        return box[0]
+    def _from_last_stage(self, value: T | None) -> T:
+        if self.layout.pp > 1:
+            value = broadcast_object(value, self.groups.last_stage_rank, self.groups.pp)
+        if value is None:
+            raise LayoutError(f"{self.name}: the last pipeline stage of {self.layout} gave no result")
+        return value
 
     def _sum_metrics(self, parts: list[Metrics]) -> dict[str, tuple[float, float]]:
         """Sums (sum, count) pairs over micro-batches and shards, and gives them to every stage."""

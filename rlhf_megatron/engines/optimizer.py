@@ -4,6 +4,7 @@ Left out: loss scaling for fp16 (training is in fp32 or bf16) and overlap of com
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 
 from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
 from rlhf_megatron.errors import NonFiniteError
+from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.parallel.groups import Groups
 
 
@@ -51,7 +53,7 @@ class TrainableChunks:
 
     def __init__(
         self,
-        chunks: list[torch.nn.Module],
+        chunks: Sequence[RoleModel],
         megatron: MegatronConfig,
         optim: OptimConfig,
         groups: Groups,
@@ -101,7 +103,7 @@ class TrainableChunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
 
     @staticmethod
-    def _wrap(chunk: torch.nn.Module, megatron: MegatronConfig, groups: Groups) -> DistributedDataParallel:
+    def _wrap(chunk: RoleModel, megatron: MegatronConfig, groups: Groups) -> DistributedDataParallel:
         chunk.config.calculate_per_token_loss = True
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=megatron.use_distributed_optimizer,

@@ -1,1 +1,1 @@
-"""Who: actor, critic, reference. Each takes and returns `DataProto` at the trainer's placement, whatever its own layout."""
+"""Who: actor, critic, reference. Each takes and returns `DataProto` at the trainer's placement."""

@@ -10,8 +10,8 @@ from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.roles.scoring import response_log_probs
-from rlhf_megatron.roles.worker_group import WorkerGroup, mean_over_steps
+from rlhf_megatron.roles.scoring import response_log_probs, response_log_probs_and_entropy
+from rlhf_megatron.roles.worker_group import WorkerGroup, over_steps
 
 
 class ActorWorkerGroup(WorkerGroup):
@@ -55,7 +55,7 @@ class ActorWorkerGroup(WorkerGroup):
         """
 
         def compute(logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
-            log_probs, entropy = self._log_probs(logits, inputs, with_entropy=True)
+            log_probs, entropy = response_log_probs_and_entropy(self.engine, logits, inputs, self._temperature)
             return {"old_log_probs": log_probs, "entropys": entropy}
 
         return self._compute(data, compute, (), self._log_prob_micro_batch_size, "compute_log_prob")
@@ -76,24 +76,18 @@ class ActorWorkerGroup(WorkerGroup):
         keys = ["old_log_probs", "advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
         steps = self._update(data, self._loss, keys, self.config, self._mini_batch_rows, "update_actor", "actor")
         first = {f"training/first_{name}": steps[0][f"actor/{name}"] for name in ("ppo_kl", "pg_clipfrac")}
-        return mean_over_steps(steps) | first
-
-    def _log_probs(self, logits: torch.Tensor, inputs: ModelInputs, *, with_entropy: bool):
-        return response_log_probs(
-            logits,
-            inputs,
-            group=self.engine.groups.tp,
-            vocab_size=self.engine.shape.vocab_size,
-            temperature=self._temperature,
-            with_entropy=with_entropy,
-        )
+        return over_steps(steps) | first
 
     def _loss(
         self, logits: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, Metrics]:
         config = self.config
         mask = rows.batch["response_mask"]
-        log_prob, entropy = self._log_probs(logits, inputs, with_entropy=config.entropy_coeff != 0)
+        entropy = None
+        if config.entropy_coeff:
+            log_prob, entropy = response_log_probs_and_entropy(self.engine, logits, inputs, self._temperature)
+        else:
+            log_prob = response_log_probs(self.engine, logits, inputs, self._temperature)
         loss, metrics = policy_loss(
             log_prob,
             rows.batch["old_log_probs"],

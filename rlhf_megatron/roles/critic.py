@@ -8,7 +8,7 @@ from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs, take_response
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.roles.worker_group import WorkerGroup, mean_over_steps
+from rlhf_megatron.roles.worker_group import WorkerGroup, over_steps
 
 
 class CriticWorkerGroup(WorkerGroup):
@@ -22,7 +22,9 @@ class CriticWorkerGroup(WorkerGroup):
         samples_per_prompt: `rollout.n`, by which `ppo_mini_batch_size` (prompts) becomes rows.
     """
 
-    def __init__(self, engine: MegatronEngine, home: Layout, horizon: int, config: CriticConfig, *, samples_per_prompt: int):
+    def __init__(
+        self, engine: MegatronEngine, home: Layout, horizon: int, config: CriticConfig, *, samples_per_prompt: int
+    ):
         super().__init__(engine, home, horizon)
         self.config = config
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
@@ -53,7 +55,7 @@ class CriticWorkerGroup(WorkerGroup):
         """
         keys = ["values", "returns"]
         steps = self._update(data, self._loss, keys, self.config, self._mini_batch_rows, "update_critic", "critic")
-        return mean_over_steps(steps)
+        return over_steps(steps)
 
     def _loss(
         self, vpreds: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals

@@ -31,15 +31,7 @@ class ReferenceWorkerGroup(WorkerGroup):
         """Adds `ref_log_prob` [B, R] fp32. Collective over the world. Raises DataError when a key is missing."""
 
         def compute(logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
-            log_probs, _ = response_log_probs(
-                logits,
-                inputs,
-                group=self.engine.groups.tp,
-                vocab_size=self.engine.shape.vocab_size,
-                temperature=self._temperature,
-                with_entropy=False,
-            )
-            return {"ref_log_prob": log_probs}
+            return {"ref_log_prob": response_log_probs(self.engine, logits, inputs, self._temperature)}
 
         micro = self.config.log_prob_micro_batch_size_per_gpu
         return self._compute(data, compute, (), micro, "compute_ref_log_prob")

@@ -88,11 +88,9 @@ class WorkerGroup:
                     rows, loss, totals, micro_batch_size=config.ppo_micro_batch_size_per_gpu
                 )
                 means = {name: total / count if count else 0.0 for name, (total, count) in metrics.items()}
-                means |= {
-                    f"{prefix}/grad_norm": step.grad_norm,
-                    f"{prefix}/lr": step.lr,
-                    f"{prefix}/skipped_steps": float(not step.applied),
-                }
+                means |= {f"{prefix}/lr": step.lr, f"{prefix}/skipped_steps": float(not step.applied)}
+                if step.applied:
+                    means[f"{prefix}/grad_norm"] = step.grad_norm
                 history.append(means)
         return history
 
@@ -103,16 +101,18 @@ class WorkerGroup:
             start += count
 
 
-def mean_over_steps(history: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over optimizer steps."""
-    return {name: sum(step[name] for step in history) / len(history) for name in history[0]}
+def over_steps(history: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimizer steps that have it; `skipped_steps` is their number."""
+    metrics = {}
+    for name in sorted({name for step in history for name in step}):
+        values = [step[name] for step in history if name in step]
+        metrics[name] = sum(values) if name.endswith("/skipped_steps") else sum(values) / len(values)
+    return metrics
 
 
 def _global_lengths(data: DataProto) -> dict[int, int]:
     """Token count of every row in the world by row id. Collective over the world."""
-    local = dict(
-        zip(data.batch["row_id"].tolist(), data.batch["attention_mask"].sum(-1).tolist(), strict=True)
-    )
+    local = dict(zip(data.batch["row_id"].tolist(), data.batch["attention_mask"].sum(-1).tolist(), strict=True))
     merged: dict[int, int] = {}
     for part in all_gather_object(local, None):
         merged.update(part)

@@ -56,9 +56,12 @@ class RolloutWorkerGroup:
         prompts.require("prompts", "attention_mask", "row_id", method="generate_sequences")
         rows = redistribute(prompts.select(["prompts", "attention_mask", "row_id"], []), self.engine.replicas)
         tokens = [
-            row[mask.bool()].tolist() for row, mask in zip(rows.batch["prompts"], rows.batch["attention_mask"], strict=True)
+            row[mask.bool()].tolist()
+            for row, mask in zip(rows.batch["prompts"], rows.batch["attention_mask"], strict=True)
         ]
-        requests = [self._request(row, prompts.meta_info["global_step"], sampling) for row in rows.batch["row_id"].tolist()]
+        requests = [
+            self._request(row, prompts.meta_info["global_step"], sampling) for row in rows.batch["row_id"].tolist()
+        ]
         completions = self.engine.generate(tokens, requests)
         answers = DataProto.from_dict({"row_id": rows.batch["row_id"], **self._answers(completions)})
         answers = redistribute(answers, self.home)
@@ -84,9 +87,13 @@ class RolloutWorkerGroup:
     def _whole_rows(prompts: DataProto, answers: DataProto) -> DataProto:
         columns = answers.tensors()
         mask = torch.cat([prompts.batch["attention_mask"], columns["response_mask"]], dim=1)
-        whole = prompts.tensors() | columns | {
-            "input_ids": torch.cat([prompts.batch["prompts"], columns["responses"]], dim=1),
-            "attention_mask": mask,
-            "position_ids": padded_position_ids(mask),
-        }
+        whole = (
+            prompts.tensors()
+            | columns
+            | {
+                "input_ids": torch.cat([prompts.batch["prompts"], columns["responses"]], dim=1),
+                "attention_mask": mask,
+                "position_ids": padded_position_ids(mask),
+            }
+        )
         return DataProto.from_dict(whole, prompts.non_tensor_batch, prompts.meta_info)

@@ -10,12 +10,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_megatron.algorithms.kl import make_kl_controller
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
 from rlhf_megatron.config.roles import MegatronConfig, ModelConfig, OptimConfig
-from rlhf_megatron.config.trainer import TrainerConfig
+from rlhf_megatron.config.trainer import LoopConfig
 from rlhf_megatron.data.datasets import Dataset, PromptRow, load_pairs, load_prompts
 from rlhf_megatron.data.loader import StatefulLoader, collate_prompts
 from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.tokenise import padding_id
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
 from rlhf_megatron.errors import ConfigError, Violation
+from rlhf_megatron.models.build import Head
 from rlhf_megatron.parallel.failures import phase
 from rlhf_megatron.parallel.groups import Groups, build_groups
 from rlhf_megatron.parallel.layout import Layout
@@ -28,6 +30,7 @@ from rlhf_megatron.roles.reference import ReferenceWorkerGroup
 from rlhf_megatron.rollout.vllm_engine import VLLMEngine
 from rlhf_megatron.rollout.weight_sync import WeightSync
 from rlhf_megatron.rollout.worker import RolloutWorkerGroup
+from rlhf_megatron.tracking.timers import Timers
 from rlhf_megatron.tracking.tracking import NullTracking, Tracking
 from rlhf_megatron.trainer.evaluation import Evaluator
 from rlhf_megatron.trainer.experience import Experience
@@ -54,7 +57,7 @@ def run_sft(config: SFTConfig) -> None:
         trainer.fit()
 
 
-def start(config: TrainerConfig) -> Runtime:
+def start(config: LoopConfig) -> Runtime:
     """Joins the job.
 
     Raises:
@@ -88,13 +91,19 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
     Collective over the world.
     """
     tokenizer = load_tokenizer(config.model)
-    pad = pad_token_id(tokenizer)
+    pad = padding_id(tokenizer)
     with phase("build_data"):
         # Data and reward errors are found before minutes are spent on models.
         prompts = load_prompts(config.data.train_files, config.data, tokenizer)
         validation = load_prompts(config.data.val_files, config.data, tokenizer) if config.data.val_files else None
         manager = stack.enter_context(RewardManager(config.reward))
-    source = PromptSource(prompts, config, pad)
+        source = PromptSource(prompts, config, pad)
+        refuse_endless_warmup(config, len(source))
+        tracker = stack.enter_context(make_tracker(config, runtime.rank, len(source)))
+        tracker.print(f"training prompts: {prompts.report}")
+        if validation is not None:
+            tracker.print(f"validation prompts: {validation.report}")
+        manager.ready()
     roles = Roles(config, runtime)
     home = roles.groups_of(config.actor.megatron)
     with phase("build_rollout"):
@@ -107,6 +116,8 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
             trust_remote_code=config.model.trust_remote_code,
             seed=config.rollout.seed,
         )
+        # Its memory is for the models until the first answers are wanted.
+        engine.sleep()
     rollout = RolloutWorkerGroup(
         engine, home.layout, config.rollout, response_length=config.data.max_response_length, pad_token_id=pad
     )
@@ -120,7 +131,9 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         group=engine.world_group,
     )
     critic, ref = roles.critic(home), roles.reference(home)
-    manager.ready()
+    for group in (actor, critic, ref):
+        if group is not None:
+            tracker.print(f"{group.engine.name}: {group.layout}; {group.engine.load_report}")
     kl_controller = make_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
     return PPOTrainer(
         config,
@@ -129,19 +142,22 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         Experience(config.algorithm, home, kl_controller),
         Evaluator(validation_batches(validation, config, pad), rollout, reward, home),
         Gates(config.trainer.gates, home),
-        stack.enter_context(make_tracker(config, runtime.rank, len(source))),
+        tracker,
+        make_timers(runtime),
     )
 
 
 def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrainer:
     """Puts the engine, the data and the trackers together. Collective over the world."""
     tokenizer = load_tokenizer(config.model)
-    pad, data = pad_token_id(tokenizer), config.data
+    pad, data = padding_id(tokenizer), config.data
     with phase("build_data"):
         loader = StatefulLoader(
             load_pairs(data.train_files, data, tokenizer), data.train_batch_size, data.shuffle, data.seed
         )
         validation = load_pairs(data.val_files, data, tokenizer) if data.val_files else None
+        tracker = stack.enter_context(make_tracker(config, runtime.rank, len(loader)))
+        tracker.print(f"training pairs: {loader.dataset.report}")
     with phase("build_actor"):
         groups = build_groups(Layout.from_config(config.megatron, runtime.ranks))
         engine = MegatronEngine(
@@ -159,11 +175,11 @@ def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrain
             groups,
             runtime,
         )
-    tracker = stack.enter_context(make_tracker(config, runtime.rank, len(loader)))
+    tracker.print(f"actor: {groups.layout}; {engine.load_report}")
     one_pass = None
     if validation is not None:
         one_pass = partial(StatefulLoader, validation, data.train_batch_size, False, data.seed, drop_last=False)
-    return SFTTrainer(config, engine, loader, one_pass, pad, tracker)
+    return SFTTrainer(config, engine, loader, one_pass, pad, tracker, make_timers(runtime))
 
 
 class Roles:
@@ -227,10 +243,13 @@ class Roles:
             )
 
     def _engine(
-        self, name: str, head: str, megatron: MegatronConfig, optim: OptimConfig | None, groups: Groups
+        self, name: str, head: Head, megatron: MegatronConfig, optim: OptimConfig | None, groups: Groups
     ) -> MegatronEngine:
         config = self._config
         own = config.critic.model if name == "critic" else None
+        allowed = list(own.allow_unexpected) if own else []
+        if own is None or own.path is None:
+            allowed += config.model.allow_unexpected
         spec = EngineSpec(
             name=name,
             folder=(own.path if own else None) or config.model.path,
@@ -238,7 +257,7 @@ class Roles:
             megatron=megatron,
             optim=optim,
             seed=config.trainer.seed,
-            allow_unexpected=own.allow_unexpected if own else config.model.allow_unexpected,
+            allow_unexpected=allowed,
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
             trust_remote_code=config.model.trust_remote_code,
         )
@@ -289,6 +308,23 @@ def validation_batches(
     return one_pass
 
 
+def refuse_endless_warmup(config: PPOConfig, batches_per_epoch: int) -> None:
+    """Refuses a critic warm-up that leaves no step for the actor.
+
+    Raises:
+        ConfigError: `trainer.critic_warmup` is not below the steps of the run.
+    """
+    steps, warmup = total_steps(config.trainer, batches_per_epoch), config.trainer.critic_warmup
+    if warmup >= steps:
+        rule = f"The run has {steps} steps, so the actor would never be trained."
+        raise ConfigError([Violation("trainer.critic_warmup", warmup, rule, f"Give at most {steps - 1}.")])
+
+
+def make_timers(runtime: Runtime) -> Timers:
+    """Timers that wait for the device's work."""
+    return Timers(torch.cuda.synchronize if runtime.device.type == "cuda" else None)
+
+
 def make_tracker(config: PPOConfig | SFTConfig, rank: int, batches_per_epoch: int) -> Tracking | NullTracking:
     """The tracker of rank 0; nothing on other ranks."""
     if rank != 0:
@@ -309,11 +345,3 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
     )
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id that fills padding: the tokenizer's own, else its end-of-sequence id (padding is masked, so any will do)."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return int(token_id)
-    return 0

@@ -20,9 +20,7 @@ class Experience:
         kl_controller: Weight of the KL in the reward, or None when it is not in the reward.
     """
 
-    def __init__(
-        self, config: AlgorithmConfig, home: Groups, kl_controller: KLController | None
-    ):
+    def __init__(self, config: AlgorithmConfig, home: Groups, kl_controller: KLController | None):
         self.config = config
         self.home = home
         self.kl_controller = kl_controller

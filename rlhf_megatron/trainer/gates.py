@@ -52,30 +52,25 @@ class Gates:
             "training/rollout_log_prob_diff_mean": total / count,
             "training/rollout_log_prob_diff_max": largest.item(),
         }
-        self._require(
-            metrics["training/rollout_log_prob_diff_mean"],
-            self.config.rollout_log_prob_diff_mean,
-            "mean |rollout - trainer| log-prob",
-            "trainer.gates.rollout_log_prob_diff_mean",
-            state,
-        )
-        self._require(
-            metrics["training/rollout_log_prob_diff_max"],
-            self.config.rollout_log_prob_diff_max,
-            "largest |rollout - trainer| log-prob",
-            "trainer.gates.rollout_log_prob_diff_max",
-            state,
-        )
         if ref_kl is not None:
             metrics["training/ref_kl"] = kl_sum / count
-            if state.actor_version == 0:
-                self._require(
-                    abs(metrics["training/ref_kl"]),
-                    self.config.first_step_kl,
-                    "|KL| of the untrained actor to its reference",
-                    "trainer.gates.first_step_kl",
-                    state,
-                )
+        for name in ("rollout_log_prob_diff_mean", "rollout_log_prob_diff_max"):
+            self._require(
+                metrics[f"training/{name}"],
+                name,
+                f"the rollout engine and the trainer disagree about the log-probs of the sampled tokens ({metrics})",
+                "Their weights, temperature or token positions differ; a low-precision rollout.dtype explains only a "
+                "small difference.",
+                state,
+            )
+        if ref_kl is not None and state.actor_version == 0:
+            self._require(
+                abs(metrics["training/ref_kl"]),
+                "first_step_kl",
+                f"the untrained actor has a KL to its reference ({metrics})",
+                "Both were loaded from model.path; look at what was loaded.",
+                state,
+            )
         return metrics
 
     def check_update(self, metrics: dict[str, float], state: TrainState) -> None:
@@ -89,18 +84,17 @@ class Gates:
         """
         self._require(
             abs(metrics["training/first_ppo_kl"]),
-            self.config.first_step_kl,
-            "|PPO KL| before the first optimizer step",
-            "trainer.gates.first_step_kl",
+            "first_step_kl",
+            "the policy that is updated is not the one that scored the answers: PPO KL at the first mini-batch",
+            "Compare rollout.log_prob_micro_batch_size_per_gpu and actor.ppo_micro_batch_size_per_gpu at equal values.",
             state,
         )
 
-    @staticmethod
-    def _require(value: float, limit: float, what: str, key: str, state: TrainState) -> None:
+    def _require(self, value: float, name: str, what: str, hint: str, state: TrainState) -> None:
+        limit = getattr(self.config, name)
         if math.isfinite(value) and value <= limit:
             return
         raise GateError(
-            f"step {state.global_step}: {what} is {value:.3g}, more than {key} = {limit:.3g}. Trainer and rollout (or "
-            "reference) disagree about the same weights. Look at training/* in the metrics; raise the threshold only "
-            "if the difference is explained (for example by rollout.dtype)."
+            f"step {state.global_step}: {what}: {value:.3g}, more than trainer.gates.{name} = {limit:.3g}. {hint} "
+            "Raise the threshold only for a difference that is explained."
         )

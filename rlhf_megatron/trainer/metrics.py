@@ -1,19 +1,10 @@
 """Metrics of a batch over all shards, under verl's names."""
 
-from typing import Protocol
-
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.parallel.groups import Groups
-
-
-class Tokenizer(Protocol):
-    """What sample tables need of a tokenizer."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str:
-        """Text of token ids."""
-        ...
 
 
 def batch_metrics(batch: DataProto, home: Groups) -> dict[str, float]:
@@ -54,7 +45,7 @@ def global_tokens(batch: DataProto, home: Groups) -> float:
     return _sum(batch.batch["attention_mask"].sum().reshape(1), home).item()
 
 
-def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[dict[str, object]]:
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, object]]:
     """The first rows of this rank's shard as (prompt, response, score) for the samples file."""
     scores = batch.batch["token_level_scores"].sum(-1)
     rows = []
@@ -65,8 +56,8 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[dict
             {
                 "uid": batch.non_tensor_batch["uid"][index],
                 "data_source": batch.non_tensor_batch["data_source"][index],
-                "prompt": tokenizer.decode(batch.batch["prompts"][index][mask[:width]].tolist()),
-                "response": tokenizer.decode(batch.batch["responses"][index][mask[width:]].tolist()),
+                "prompt": str(tokenizer.decode(batch.batch["prompts"][index][mask[:width]].tolist())),
+                "response": str(tokenizer.decode(batch.batch["responses"][index][mask[width:]].tolist())),
                 "ground_truth": batch.non_tensor_batch["ground_truth"][index],
                 "score": scores[index].item(),
             }

@@ -58,7 +58,10 @@ class Workers:
 class Prompts(Protocol):
     """Endless batches of prompts."""
 
-    epoch: int
+    @property
+    def epoch(self) -> int:
+        """Pass that the next batch belongs to, from 0."""
+        ...
 
     def __len__(self) -> int:
         """Batches per pass."""
@@ -80,6 +83,7 @@ class PPOTrainer:
         evaluator: Validation.
         gates: Exactness gates.
         tracker: Where metrics go (rank 0), or nowhere (other ranks).
+        timers: Clock of the phases.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class PPOTrainer:
         evaluator: Evaluator,
         gates: Gates,
         tracker: Tracker,
+        timers: Timers,
     ):
         self.config = config
         self.workers = workers
@@ -99,9 +104,8 @@ class PPOTrainer:
         self.evaluator = evaluator
         self.gates = gates
         self.tracker = tracker
-        self.timers = Timers(torch.cuda.synchronize if torch.cuda.is_available() else None)
+        self.timers = timers
         self.state = TrainState(total_steps=total_steps(config.trainer, len(prompts)))
-        self._sync_metrics: dict[str, float] = {}
 
     def fit(self) -> TrainState:
         """Trains until `total_training_steps` or `total_epochs`, validates, and exports the policy.
@@ -135,8 +139,7 @@ class PPOTrainer:
         Collective over the world.
         """
         workers = self.workers
-        metrics = self.sync_weights()
-        with self.phase("gen"):
+        with self.synced_rollout() as metrics, self.phase("gen"):
             batch = workers.rollout.generate_sequences(prompts)
         with self.phase("reward"):
             batch = batch.union(workers.reward.compute_rm_score(batch))
@@ -174,27 +177,36 @@ class PPOTrainer:
         prompts.meta_info["global_step"] = self.state.global_step
         return prompts
 
-    def sync_weights(self) -> dict[str, float]:
-        """Brings the actor's weights to the rollout engine unless it holds them already."""
-        if self.state.rollout_version != self.state.actor_version:
-            with self.phase("sync_weights"):
-                self._sync_metrics = self.workers.sync.sync()
-            self.state.rollout_version = self.state.actor_version
-        return dict(self._sync_metrics)
+    @contextmanager
+    def synced_rollout(self) -> Iterator[dict[str, float]]:
+        """The rollout engine awake and with the actor's weights inside of the block, asleep outside of it.
+
+        Weights are woken and filled before the KV cache takes its memory, and both are given back afterwards.
+
+        Yields:
+            Metrics of the sync.
+        """
+        engine = self.workers.rollout.engine
+        with self.phase("sync_weights"):
+            engine.wake_weights()
+            metrics = self.workers.sync.sync()
+            engine.wake_kv_cache()
+        yield metrics
+        engine.sleep()
 
     def validate(self) -> None:
         """Answers the validation prompts with the current weights and logs `val-core/<source>/...`."""
         if not self.evaluator.has_data:
             return
-        self.sync_weights()
-        with self.phase("testing"):
+        with self.synced_rollout(), self.phase("testing"):
             metrics = self.evaluator.evaluate(self.state.global_step)
         self.state.validations[self.state.global_step] = metrics
-        self.tracker.log(metrics, step=self.state.global_step)
+        timings = {"timing_s/testing": self.timers.pop()["timing_s/testing"]}
+        self.tracker.log(metrics | timings, step=self.state.global_step)
 
     def log(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Records a step's metrics, timings and samples."""
-        with self.phase("log"):
+        with phase("log"):
             home, step = self.experience.home, self.state.global_step
             timings = self.timers.pop()
             metrics = metrics | batch_metrics(batch, home) | timings
@@ -223,7 +235,9 @@ class PPOTrainer:
         rows: list[dict[str, object]] = []
         for name in self.state.validations[steps[0]] if steps else []:
             first, last = self.state.validations[steps[0]][name], self.state.validations[steps[-1]][name]
-            rows.append({"validation": name, f"step {steps[0]}": first, f"step {steps[-1]}": last, "gain": last - first})
+            rows.append(
+                {"validation": name, f"step {steps[0]}": first, f"step {steps[-1]}": last, "gain": last - first}
+            )
         if rows:
             summary_table("Validation", rows)
         places = {"records": folder, "TensorBoard": f"{folder}/tensorboard", "samples": f"{folder}/samples.jsonl"}

@@ -35,6 +35,7 @@ class SFTTrainer:
         val_loader: Gives a fresh pass over the validation pairs at each call, or None.
         pad_token_id: Fills shorter rows.
         tracker: Where metrics go (rank 0), or nowhere (other ranks).
+        timers: Clock of the phases.
     """
 
     def __init__(
@@ -45,18 +46,21 @@ class SFTTrainer:
         val_loader,
         pad_token_id: int,
         tracker: Tracker,
+        timers: Timers,
     ):
         self.config = config
         self.engine = engine
         self.loader = loader
         self.val_loader = val_loader
         self.tracker = tracker
-        self.timers = Timers(torch.cuda.synchronize if torch.cuda.is_available() else None)
+        self.timers = timers
         self._pad_token_id = pad_token_id
         self.state = TrainState(total_steps=total_steps(config.trainer, len(loader)))
 
     def fit(self) -> TrainState:
         """Trains, validates and exports. Collective over the world."""
+        if self.config.trainer.val_before_train:
+            self.validate()
         while not self.state.is_over:
             with self.phase("step"):
                 metrics = self.train_step(collate_pairs(self.loader.next_batch(), self._pad_token_id))
@@ -75,10 +79,15 @@ class SFTTrainer:
             rows, self._loss, totals, micro_batch_size=self.config.data.micro_batch_size_per_gpu
         )
         total, count = metrics["train/loss"]
-        return {"train/loss": total / max(count, 1.0), "train/grad_norm": step.grad_norm, "train/lr": step.lr}
+        return {
+            "train/loss": total / max(count, 1.0),
+            "train/grad_norm": step.grad_norm,
+            "train/lr": step.lr,
+            "train/skipped_steps": float(not step.applied),
+        }
 
     def validate(self) -> None:
-        """Logs `val/loss`, the mean cross-entropy per answer token of the validation pairs. Collective over the world."""
+        """Logs `val/loss`, the mean cross-entropy per answer token of validation. Collective over the world."""
         if self.val_loader is None:
             return
         sums = torch.zeros(2, dtype=torch.float64)
@@ -91,7 +100,8 @@ class SFTTrainer:
         total, count = self.engine.sum_over_shards(sums).tolist()
         metrics = {"val/loss": total / max(count, 1.0)}
         self.state.validations[self.state.global_step] = metrics
-        self.tracker.log(metrics, step=self.state.global_step)
+        timings = {"timing_s/testing": self.timers.pop()["timing_s/testing"]}
+        self.tracker.log(metrics | timings, step=self.state.global_step)
 
     def export(self) -> None:
         """Writes the model as a HuggingFace folder, `<run>/hf_model`."""
@@ -113,23 +123,12 @@ class SFTTrainer:
         rows = assign_rows([range(len(pairs))], self.engine.layout.num_shards, lengths).rows
         return pairs.select_rows(rows[self.engine.groups.shard])
 
-    def _log_probs(self, logits: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
-        log_probs, _ = response_log_probs(
-            logits,
-            inputs,
-            group=self.engine.groups.tp,
-            vocab_size=self.engine.shape.vocab_size,
-            temperature=1.0,
-            with_entropy=False,
-        )
-        return log_probs
-
     def _scores(self, logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
-        return {"log_probs": self._log_probs(logits, inputs)}
+        return {"log_probs": response_log_probs(self.engine, logits, inputs)}
 
     def _loss(
         self, logits: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, Metrics]:
         mask = rows.batch["response_mask"]
-        per_token = -self._log_probs(logits, inputs)
+        per_token = -response_log_probs(self.engine, logits, inputs)
         return agg_loss(per_token, mask, "token-mean", totals), {"train/loss": masked_stat(per_token, mask)}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rlhf_megatron.config.trainer import TrainerConfig
+from rlhf_megatron.config.trainer import LoopConfig
 
 
 @dataclass
@@ -14,7 +14,6 @@ class TrainState:
         global_step: Steps begun; 0 before the first.
         epoch: Pass over the prompts that the last batch belonged to, from 0.
         actor_version: Counts updates of the actor's weights.
-        rollout_version: The `actor_version` that the rollout engine holds; -1 for none.
         validations: Validation metrics by step.
         hf_folder: Where the trained policy was exported, once it was.
     """
@@ -23,7 +22,6 @@ class TrainState:
     global_step: int = 0
     epoch: int = 0
     actor_version: int = 0
-    rollout_version: int = -1
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
     hf_folder: str | None = None
 
@@ -37,7 +35,7 @@ class TrainState:
         return self.is_over or (every > 0 and self.global_step % every == 0)
 
 
-def total_steps(config: TrainerConfig, batches_per_epoch: int) -> int:
+def total_steps(config: LoopConfig, batches_per_epoch: int) -> int:
     """Steps of a run: `total_training_steps` when set, else `total_epochs` passes over the prompts."""
     if config.total_training_steps is not None:
         return config.total_training_steps

@@ -53,15 +53,7 @@ def _trainer(folder: str, layout: tuple[int, int]) -> MegatronEngine:
 
 def _largest_difference(trainer: MegatronEngine, samples: Samples) -> float:
     def compute(logits, inputs, rows):
-        log_probs, _ = response_log_probs(
-            logits,
-            inputs,
-            group=trainer.groups.tp,
-            vocab_size=trainer.shape.vocab_size,
-            temperature=TEMPERATURE,
-            with_entropy=False,
-        )
-        return {"log_probs": log_probs}
+        return {"log_probs": response_log_probs(trainer, logits, inputs, TEMPERATURE)}
 
     prompts, prompt_mask = pad_left(PROMPTS, 9, 0)
     responses, mask = pad_right([tokens for tokens, _ in samples], 12, 0)

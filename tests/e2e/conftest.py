@@ -54,7 +54,9 @@ class Inputs:
     def reward_file(self, folder: Path, body: str) -> str:
         """Writes another reward function; returns the override that selects it."""
         path = folder / "reward.py"
-        path.write_text(f"import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
+        path.write_text(
+            f"import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+        )
         return f"reward.custom_reward_function.path={path}"
 
 

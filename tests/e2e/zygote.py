@@ -8,6 +8,7 @@ Reads one JSON command per line from standard input, answers with one JSON line 
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -19,9 +20,8 @@ from typing import Any
 
 def import_everything() -> None:
     """The imports of a PPO job."""
-    import rlhf_megatron.rollout.vllm_receiver
-    import rlhf_megatron.trainer.build
-    import vllm  # noqa: F401
+    for name in ("vllm", "rlhf_megatron.rollout.vllm_receiver", "rlhf_megatron.trainer.build"):
+        importlib.import_module(name)
 
 
 def inject(fault: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def run_rank(command: dict[str, Any], rank: int, port: int) -> None:
     fault = command.get("fault")
     if fault and fault["rank"] == rank:
         inject(fault)
-    module = __import__(command["module"], fromlist=["main"])
+    module = importlib.import_module(command["module"])
     try:
         module.main()
     except SystemExit as error:

@@ -62,7 +62,7 @@ def test_a_broken_reward_ends_the_job(zygote: Zygote, inputs: Inputs, tmp_path: 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_broken_reward_counts_zero_if_asked(zygote: Zygote, inputs: Inputs, tmp_path: Path, name: str) -> None:
-    body, words = REWARDS[name]
+    body, _ = REWARDS[name]
     arguments = inputs.ppo(
         inputs.reward_file(tmp_path, body),
         "reward.timeout_s=0.5",
