@@ -88,9 +88,7 @@ class ModelShape:
         if family not in FAMILIES:
             rule = f"must be a supported model family: {', '.join(FAMILIES)}."
             raise ConfigError([Violation(f"{file}: model_type", family, rule, "Choose a model of one of these.")])
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        config = _read_config(file, trust_remote_code)
         violations = _violations(config, str(file))
         if violations:
             raise ConfigError(violations)
@@ -109,6 +107,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def _read_config(file: Path, trust_remote_code: bool) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(file.parent), trust_remote_code=trust_remote_code)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise WeightError(f"{file}: not a valid model configuration ({error}).") from error
+
+
 def _violations(config: Any, file: str) -> list[Violation]:
     """Everything in the configuration that this package cannot compute exactly."""
     found = []
@@ -119,6 +127,9 @@ def _violations(config: Any, file: str) -> list[Violation]:
     if kind not in ROPE_TYPES:
         rule = f"must be one of {', '.join(ROPE_TYPES)}; others depend on the length of the sequence at hand."
         found.append(Violation(f"{file}: rope_type", kind, rule, "Choose another rope type or model."))
+    if "rope_theta" not in rope:
+        rule = "must be one set of values for all layers."
+        found.append(Violation(f"{file}: rope_parameters", sorted(rope), rule, "Choose another model."))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         value = rope["partial_rotary_factor"]
         rule = "must be 1: heads are rotated whole."

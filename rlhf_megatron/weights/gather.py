@@ -16,7 +16,7 @@ from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.weights.catalog import Item, catalog
 from rlhf_megatron.weights.families import Cut
-from rlhf_megatron.weights.load import find_parameter
+from rlhf_megatron.weights.load import ParameterFinder
 from rlhf_megatron.weights.shard import merge
 
 Bucket = list[tuple[str, Tensor]]
@@ -47,6 +47,7 @@ def iterate_hf(
     layout = groups.layout
     model = unwrap(chunks[0])
     parameter_dtype, device = model.config.params_dtype, next(model.parameters()).device
+    parameters = ParameterFinder(chunks)
     bucket: Bucket = []
     held = 0
     for item in catalog(shape, model.head, layout.pp, layout.vpp):
@@ -59,7 +60,7 @@ def iterate_hf(
             # The consumer's loop variable still names this list while the next is made.
             bucket.clear()
             bucket, held = [], 0
-        bucket += zip(item.hf, _gather(chunks, item, groups, dtype or own_dtype, device), strict=True)
+        bucket += zip(item.hf, _gather(parameters, item, groups, dtype or own_dtype, device), strict=True)
         held += size
     if bucket:
         yield bucket
@@ -71,12 +72,13 @@ def item_bytes(item: Item, dtype: torch.dtype) -> int:
 
 
 def _gather(
-    chunks: Sequence[torch.nn.Module], item: Item, groups: Groups, dtype: torch.dtype, device: torch.device
+    parameters: ParameterFinder, item: Item, groups: Groups, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
     tp = groups.layout.tp
     if item.stage == groups.coordinates.pp:
-        # The copy keeps what is handed out apart from the parameter, which training goes on changing.
-        shard = find_parameter(chunks, item).detach().to(dtype, copy=True).contiguous()
+        # What is handed out must be apart from the parameter, which training goes on changing; merging copies, too.
+        is_handed_out = item.slicing.cut is Cut.REPLICATED
+        shard = parameters(item).detach().to(dtype, copy=is_handed_out).contiguous()
     else:
         shard = torch.empty(item.slicing.local_shape(tp), dtype=dtype, device=device)
     if groups.layout.pp > 1:

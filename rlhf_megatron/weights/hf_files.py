@@ -203,7 +203,11 @@ class HFWriter:
         return self.folder / f".part-{number:05d}.safetensors"
 
     def _flush(self) -> None:
-        save_file(self._pending, str(self._part(len(self._shards) + 1)), metadata={"format": "pt"})
+        file = self._part(len(self._shards) + 1)
+        try:
+            save_file(self._pending, str(file), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise WeightError(f"{file}: could not be written ({error}). Is the disk full?") from error
         self._shards.append(tuple(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.errors import WeightError
-from rlhf_megatron.models.build import Head, RoleModel, unwrap
+from rlhf_megatron.models.build import Head, unwrap
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.weights.catalog import Item, catalog
@@ -73,29 +73,34 @@ def load_hf(
     head = head or unwrap(chunks[0]).head
     items = catalog(shape, head, layout.pp, layout.vpp)
     place = layout.coordinates(groups.rank)
+    parameters = ParameterFinder(chunks)
     with HFReader(folder) as reader:
         report = _check_names(reader, items, shape, head, allow_unexpected)
         _check_shapes(reader, items, report)
         for item in items:
             if item.stage == place.pp and item.hf[0] not in report.new:
-                parameter = find_parameter(chunks, item)
-                _fill(parameter, item, reader, place.tp, layout.tp)
+                _fill(parameters(item), item, reader, place.tp, layout.tp)
     return report
 
 
-def find_parameter(chunks: Sequence[torch.nn.Module], item: Item) -> torch.nn.Parameter:
-    """The parameter of an item of this stage.
+class ParameterFinder:
+    """Finds the parameters of this stage's items.
 
     Args:
         chunks: This rank's chunks, bare or wrapped.
-        item: An item whose stage is this rank's.
-
-    Raises:
-        WeightError: The chunk has no such parameter.
     """
-    chunk: RoleModel = unwrap(chunks[item.chunk])
-    parameters = dict(chunk.named_parameters())
-    return parameters[parameter_name(item.megatron, parameters)]
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        self._chunks = [dict(unwrap(chunk).named_parameters()) for chunk in chunks]
+
+    def __call__(self, item: Item) -> torch.nn.Parameter:
+        """The parameter of an item whose stage is this rank's.
+
+        Raises:
+            WeightError: The chunk has no such parameter.
+        """
+        parameters = self._chunks[item.chunk]
+        return parameters[parameter_name(item.megatron, parameters)]
 
 
 def _check_names(

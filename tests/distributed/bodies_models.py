@@ -247,7 +247,8 @@ def gradients(
         norm = float(optimizer.get_grad_norm())
     with torch.no_grad():
         for _, parameter in model.named_parameters():
-            parameter.data = parameter.main_grad.to(parameter.dtype)
+            grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            parameter.data = grad.to(parameter.dtype)
     return {"norm": norm, "gradients": model.full()}
 
 

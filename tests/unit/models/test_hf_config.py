@@ -83,6 +83,19 @@ def test_all_faults_are_reported_together(tmp_path: Path) -> None:
     assert [violation.key.split(": ")[1] for violation in caught.value.violations] == ["hidden_act", "rope_type"]
 
 
+def test_values_that_make_no_model(tmp_path: Path) -> None:
+    folder = edit(write_config(tmp_path), hidden_size="wide")
+    with pytest.raises(WeightError, match=r"config\.json: not a valid model configuration"):
+        ModelShape.from_folder(folder)
+
+
+def test_rope_that_differs_by_layer_is_refused(tmp_path: Path) -> None:
+    rope = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+    folder = edit(write_config(tmp_path, "qwen2_window"), rope_parameters=rope)
+    with pytest.raises(ConfigError, match="one set of values for all layers"):
+        ModelShape.from_folder(folder)
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]"])
 def test_folder_without_a_config(tmp_path: Path, content: str | None) -> None:
     if content is not None:

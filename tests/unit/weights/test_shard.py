@@ -1,4 +1,4 @@
-"""Cuts and merges, against a plain reshape-and-chunk oracle and by round trips, with values that encode head and row."""
+"""Cuts and merges, against a plain reshape-and-chunk oracle and by round trips, with values that encode their row."""
 
 import pytest
 import torch
