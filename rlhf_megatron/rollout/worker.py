@@ -50,8 +50,8 @@ class RolloutWorkerGroup:
             The same rows with `responses` [B, R] right-padded, `input_ids`, `attention_mask` and `position_ids`
             [B, P + R], `response_mask` [B, R], `rollout_log_probs` [B, R] fp32 (0 past the end).
 
-        Collective over the world. Raises DataError for a prompt that does not fit, GateError when the ranks of a replica
-        were given different prompts.
+        Collective over the world. Raises DataError for a prompt that does not fit, GateError when the ranks of a
+        replica were given different prompts.
         """
         prompts.require("prompts", "attention_mask", "row_id", method="generate_sequences")
         rows = redistribute(prompts.select(["prompts", "attention_mask", "row_id"], []), self.engine.replicas)
