@@ -23,7 +23,7 @@ class SamplingRequest:
         temperature: Divisor of the logits; 0 is greedy (log-probs are then those of temperature 1).
         top_p: Nucleus size.
         top_k: Number of candidates; -1 is all.
-        seed: Seed of this answer alone (see :func:`sample_seed`); None draws from the process's generator.
+        seed: Seed of this answer alone (see :func:`sample_seed`): equal prompts with equal seeds have equal answers.
         stop: Strings that end the answer; their tokens stay in it.
         ignore_eos: Whether to go on to ``max_tokens`` past an end-of-sequence token.
     """
@@ -32,12 +32,12 @@ class SamplingRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    seed: int | None = None
+    seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     @classmethod
-    def for_training(cls, config: RolloutConfig, *, max_tokens: int, seed: int | None) -> "SamplingRequest":
+    def for_training(cls, config: RolloutConfig, *, max_tokens: int, seed: int) -> "SamplingRequest":
         """A request with the sampling of training batches."""
         return cls(
             max_tokens=max_tokens,
@@ -50,7 +50,7 @@ class SamplingRequest:
         )
 
     @classmethod
-    def for_validation(cls, config: RolloutConfig, *, max_tokens: int, seed: int | None) -> "SamplingRequest":
+    def for_validation(cls, config: RolloutConfig, *, max_tokens: int, seed: int) -> "SamplingRequest":
         """A request with the sampling of ``val_kwargs``; where an answer ends is as in training."""
         return cls(
             max_tokens=max_tokens,

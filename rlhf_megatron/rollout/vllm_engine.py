@@ -8,11 +8,11 @@ Left out: pipeline parallelism inside vLLM (external launcher scatters no work o
 engines in one process (vLLM's configuration is per process).
 """
 
-import gc
+import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from rlhf_megatron.config.rollout import RolloutConfig
 from rlhf_megatron.errors import DataError, GateError, LayoutError, RLHFError, WeightError
 from rlhf_megatron.parallel.groups import group_for_ranks
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.rollout.process_state import random_state_kept, trainer_state_kept
 from rlhf_megatron.rollout.sampling import Completion, SamplingRequest, requests_digest
 from rlhf_megatron.rollout.weight_sync import Bucket, TensorChecksum, WeightStream
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 # vLLM's default on CPU is 128: prompts shorter than a block share nothing, and every sample takes a whole block.
 _CPU_BLOCK_SIZE = 32
-
-# What vLLM writes into the environment of the process that must not reach the trainer or its child processes.
-_KEPT_VARIABLES = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "NUMEXPR_MAX_THREADS")
 
 State = Literal["awake", "weights", "asleep"]
 
@@ -80,7 +78,9 @@ class VLLMEngine:
         self._unusable: str | None = "no weights were loaded yet"
         self._checksums: dict[str, TensorChecksum] = {}
         self._peers = self._peer_group()
-        with _trainer_state_kept(self._device):
+        with trainer_state_kept(self._device), warnings.catch_warnings():
+            # vLLM looks at every attribute of torch.distributed, deprecated ones too.
+            warnings.simplefilter("ignore", FutureWarning)
             self._llm = _build_llm(config, model_path, tokenizer_path, max_model_len, runtime, trust_remote_code, seed)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
 
@@ -115,7 +115,7 @@ class VLLMEngine:
                 top_p=request.top_p,
                 top_k=request.top_k,
                 max_tokens=request.max_tokens,
-                # A seed on a greedy request would only make vLLM keep a generator for it.
+                # A greedy request needs no generator.
                 seed=request.seed if request.temperature > 0 else None,
                 stop=list(request.stop),
                 ignore_eos=request.ignore_eos,
@@ -128,7 +128,7 @@ class VLLMEngine:
             for request in requests
         ]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with _random_state_kept(self._device):
+        with random_state_kept(self._device):
             outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
         return [_completion(output) for output in outputs]
 
@@ -323,21 +323,7 @@ def _build_llm(
 
     from rlhf_megatron.rollout import vllm_receiver
 
-    arguments: dict[str, Any]
-    if on_cpu:
-        identity: list[str | None] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(identity, src=0)
-        arguments = {
-            "kv_cache_memory_bytes": config.cpu_kvcache_space_gib << 30,
-            "block_size": _CPU_BLOCK_SIZE,
-            "worker_cls": f"{vllm_receiver.__name__}.{vllm_receiver.CPUReplicaWorker.__name__}",
-            "additional_config": {vllm_receiver.JOB_IDENTITY: identity[0]},
-        }
-    else:
-        arguments = {
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_sleep_mode": config.free_cache_engine,
-        }
+    arguments = _cpu_arguments(config) if on_cpu else _gpu_arguments(config)
     llm = LLM(
         model=model_path,
         tokenizer=tokenizer_path,
@@ -365,54 +351,32 @@ def _build_llm(
     return llm
 
 
+def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
+    from rlhf_megatron.rollout import vllm_receiver
+
+    identity: list[str | None] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(identity, src=0)
+    return {
+        "kv_cache_memory_bytes": config.cpu_kvcache_space_gib << 30,
+        "block_size": _CPU_BLOCK_SIZE,
+        "worker_cls": f"{vllm_receiver.__name__}.{vllm_receiver.CPUReplicaWorker.__name__}",
+        "additional_config": {vllm_receiver.JOB_IDENTITY: identity[0]},
+    }
+
+
+def _gpu_arguments(config: RolloutConfig) -> dict[str, Any]:
+    return {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.free_cache_engine}
+
+
 def _set_environment(config: RolloutConfig, runtime: "Runtime", on_cpu: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_DO_NOT_TRACK"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Its logger is set up only after its first messages.
+    logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))
     # vLLM reads them with its external launcher; a launcher other than torchrun may not have set them.
     os.environ.setdefault("RANK", str(runtime.rank))
     os.environ.setdefault("LOCAL_RANK", str(runtime.local_rank))
     if on_cpu:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kvcache_space_gib)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-
-@contextmanager
-def _trainer_state_kept(device: torch.device) -> Iterator[None]:
-    """Undo what vLLM's start changes in the whole process: random state, threads, environment, precision, gc."""
-    variables = {name: os.environ.get(name) for name in _KEPT_VARIABLES}
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    try:
-        with _random_state_kept(device):
-            yield
-    finally:
-        # vLLM's CPU worker replaces this function by one that does nothing.
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        # vLLM exempts all that lives from garbage collection, the trainer's objects too.
-        gc.unfreeze()
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """vLLM draws from the process's generators, as often as it takes steps; the trainer's streams must not move."""
-    import random
-
-    import numpy as np
-
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

@@ -9,7 +9,7 @@ storage that captured graphs already know.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -38,6 +38,8 @@ JOB_IDENTITY = "rlhf_megatron_job"
 """Key of vLLM's ``additional_config`` that holds a name unique to this job."""
 
 _MAX_NAMED = 8
+# vLLM's attribute of a parameter for "so many elements come from the checkpoint".
+_ELEMENTS_TO_LOAD = "weight_loader_numel"
 
 
 @dataclass
@@ -94,8 +96,9 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
             # Rows that pad the vocabulary never arrive; without this the layer, and the full tensors of embedding and
             # head, would wait for them until the end of the stream.
             if isinstance(layer, VocabParallelEmbedding):
-                rows = layer.shard_indices.num_org_elements
-                layer.weight.weight_loader_numel = rows * layer.weight.shape[1]
+                weight = cast(torch.Tensor, layer.weight)
+                elements = layer.shard_indices.num_org_elements * weight.shape[1]
+                setattr(weight, _ELEMENTS_TO_LOAD, elements)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket; a failure leaves every layer runnable but with mixed old and new weights.

@@ -295,7 +295,7 @@ def trainer_state_is_kept(folder: str) -> dict[str, Any]:
     engine = VLLMEngine(config, folder, folder, MAX_MODEL_LEN, runtime)
     refused = error_of(partial(engine.generate, [[5]], [SamplingRequest(4)]))
     sync(engine, tensors_of(folder))
-    # A request without a seed draws from the process's generator.
+    # Each step of vLLM draws from the process's generator, whether or not requests have seeds.
     engine.generate([[5]], [SamplingRequest(4)])
     after = _process_state()
     del engine
