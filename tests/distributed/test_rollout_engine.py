@@ -75,14 +75,14 @@ def test_log_probs_are_those_of_transformers_after_each_sync(
 
 
 def test_answers_depend_on_their_seed_and_nothing_else(world: World, llama: str) -> None:
-    result = world.run(f"{BODIES}:seeds", llama, 1)[0]
+    result = world.run(f"{BODIES}:seeds", llama, 1, timeout=300)[0]
     assert result["straight"] == result["backwards"] == result["alone"]
     assert len({tuple(tokens) for tokens in result["samples"]}) == 8
     assert result["next_step"] not in result["samples"]
 
 
 def test_every_way_of_ending(world: World, llama: str) -> None:
-    result = world.run(f"{BODIES}:endings", llama)[0]
+    result = world.run(f"{BODIES}:endings", llama, timeout=300)[0]
     reasons = {item.finish_reason for item in result["plain"]}
     assert reasons == {"stop", "length"}
     for item in result["plain"] + result["ignore_eos"] + [item for item, _ in result["stop"]]:
@@ -118,7 +118,7 @@ def test_a_bias_that_vllm_would_leave_out_is_refused(world: World, folders: dict
 
 
 def test_refusals_say_why_and_heal(world: World, llama: str) -> None:
-    found = world.run(f"{BODIES}:refusals", llama)[0]
+    found = world.run(f"{BODIES}:refusals", llama, timeout=300)[0]
     expected = {
         "empty prompt": ("DataError", "Prompt 0 of the batch is empty"),
         "too long": ("DataError", "125 tokens and asks for up to 4 more, but rollout.max_model_len is 128"),
@@ -145,7 +145,7 @@ def test_refusals_say_why_and_heal(world: World, llama: str) -> None:
 
 
 def test_sleep_and_wake_up_in_order_only(world: World, llama: str) -> None:
-    found = world.run(f"{BODIES}:sleeping", llama)[0]
+    found = world.run(f"{BODIES}:sleeping", llama, timeout=300)[0]
     assert found.pop("same answer") is True
     for name, (kind, text) in found.items():
         assert kind == ("WeightError" if name.endswith(("generate", "sync")) else "RLHFError"), name

@@ -41,7 +41,7 @@ def test_tensor_parallel_log_probs_are_those_of_transformers(
 
 
 def test_peers_with_different_requests_all_raise(one_replica: World, folders: dict[str, str]) -> None:
-    for found in one_replica.run(f"{BODIES}:peers_disagree", folders["llama"]):
+    for found in one_replica.run(f"{BODIES}:peers_disagree", folders["llama"], timeout=300):
         for name in ("tokens", "number", "sampling"):
             assert found[name][0] == "GateError", name
             assert "rank 0" in found[name][1] and "rank 1" in found[name][1]
