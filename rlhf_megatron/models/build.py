@@ -16,6 +16,7 @@ from rlhf_megatron.models.rotary import ScaledRotaryEmbedding
 from rlhf_megatron.models.value_head import ValueHead
 from rlhf_megatron.models.vocabulary import padded_vocab_size
 from rlhf_megatron.parallel.groups import Groups
+from rlhf_megatron.parallel.megatron_globals import active_context
 
 Head = Literal["lm", "value"]
 
@@ -50,13 +51,16 @@ def build_model(
         One chunk, or one per virtual pipeline stage. Not wrapped in DDP.
 
     Raises:
-        LayoutError: The model cannot be divided by the layout.
+        LayoutError: The model cannot be divided by the layout, or no layout is in force.
         ConfigError: The layer implementation asked for is absent or cannot express the model.
     """
     violations = layout_violations(shape, megatron, "megatron")
     if violations:
         raise LayoutError("the model does not fit its layout: " + "; ".join(str(item) for item in violations))
-    implementation = resolve_implementation(megatron.transformer_impl)
+    context = active_context()
+    if context is None:
+        raise LayoutError("a model is built inside of its role's `with context.active():`, but no layout is in force.")
+    implementation = resolve_implementation(megatron.transformer_impl, context.device.type)
     pp = megatron.pipeline_model_parallel_size
     num_chunks = (megatron.virtual_pipeline_model_parallel_size or 1) if pp > 1 else 1
     stage = groups.coordinates.pp

@@ -48,11 +48,12 @@ class _PlainRowLinear(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": False})
 
 
-def resolve_implementation(name: str, key: str = "transformer_impl") -> str:
+def resolve_implementation(name: str, device_type: str, key: str = "transformer_impl") -> str:
     """The layer implementation that will be used.
 
     Args:
         name: ``auto``, ``transformer_engine`` or ``torch``.
+        device_type: ``cuda`` or ``cpu``, where Transformer Engine's kernels do not run.
         key: Dotted path of the setting, for the error.
 
     Returns:
@@ -63,7 +64,7 @@ def resolve_implementation(name: str, key: str = "transformer_impl") -> str:
     """
     present = importlib.util.find_spec("transformer_engine") is not None
     if name == "auto":
-        return "transformer_engine" if present else "torch"
+        return "transformer_engine" if present and device_type == "cuda" else "torch"
     if name == "transformer_engine" and not present:
         rule = "needs the package transformer-engine, which is not installed."
         raise ConfigError([Violation(key, name, rule, "Install it, or choose torch (or auto).")])

@@ -58,7 +58,10 @@ def tensor_checksum(tensor: torch.Tensor) -> TensorChecksum:
     words_end = data.numel() // 4 * 4
     words = data[:words_end].clone().view(torch.int32) if data.data_ptr() % 4 else data[:words_end].view(torch.int32)
     table_end = words.numel() // _COLUMNS * _COLUMNS
-    columns = words[:table_end].view(table_end // _COLUMNS, _COLUMNS).sum(0, dtype=torch.int64)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
+    # In pieces: a sum in another type first makes a copy of its input in that type.
+    for piece in words[:table_end].view(table_end // _COLUMNS, _COLUMNS).split(_COLUMNS):
+        columns += piece.sum(0, dtype=torch.int64)
     rest = words[table_end:]
     columns[: rest.numel()] += rest
     weights = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=data.device)

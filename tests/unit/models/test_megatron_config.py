@@ -73,8 +73,9 @@ def test_window_scale_and_lengths() -> None:
 
 
 def test_implementation() -> None:
-    assert resolve_implementation("torch") == "torch"
-    assert resolve_implementation("auto") in ("torch", "transformer_engine")
-    if resolve_implementation("auto") == "torch":
+    assert resolve_implementation("torch", "cuda") == "torch"
+    assert resolve_implementation("auto", "cpu") == "torch"
+    assert resolve_implementation("auto", "cuda") in ("torch", "transformer_engine")
+    if resolve_implementation("auto", "cuda") == "torch":
         with pytest.raises(ConfigError, match="transformer-engine"):
-            resolve_implementation("transformer_engine")
+            resolve_implementation("transformer_engine", "cuda")
