@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and rows")
     parser.add_argument("--rows", type=int, default=8000, help="training prompts")
     parser.add_argument("--held-out", type=int, default=256, help="held-out prompts")
-    parser.add_argument("--flawed", type=float, default=0.8, help="share of quarter turns with a wrong demonstration")
+    parser.add_argument("--flawed", type=float, default=0.7, help="share of quarter turns with a wrong demonstration")
     args = parser.parse_args()
 
     data = args.out / "data"
