@@ -7,18 +7,25 @@ import torch
 import torch.distributed as dist
 
 from rlhf_megatron.algorithms.kl import FixedKLController
+from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
+from rlhf_megatron.algorithms.masked import masked_stat
 from rlhf_megatron.config.algorithm import AlgorithmConfig
 from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, RefConfig
+from rlhf_megatron.config.trainer import GatesConfig
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
+from rlhf_megatron.errors import GateError, NonFiniteError
 from rlhf_megatron.parallel.groups import Groups, build_groups
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.runtime import Runtime, init_runtime
 from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.roles.critic import CriticWorkerGroup
 from rlhf_megatron.roles.reference import ReferenceWorkerGroup
+from rlhf_megatron.roles.scoring import response_log_probs
 from rlhf_megatron.trainer.experience import Experience
+from rlhf_megatron.trainer.gates import Gates
 from rlhf_megatron.trainer.placement import to_home
+from rlhf_megatron.trainer.state import TrainState
 
 PROMPT_WIDTH, RESPONSE_WIDTH, VOCAB = 9, 7, 99
 
@@ -157,3 +164,54 @@ def gather_rows(batch: DataProto, keys: Sequence[str], home: Groups) -> dict[str
 def full_weights(engine: MegatronEngine) -> dict[str, Any]:
     """Full tensors by HuggingFace name, as numpy."""
     return {name: tensor.numpy().copy() for bucket in engine.hf_weights(1 << 20) for name, tensor in bucket}
+
+
+def nonfinite_steps(folder: str, layout: tuple[int, int]) -> dict[str, Any]:
+    """Optimizer steps of which some have a NaN on the rows of one shard alone.
+
+    Returns:
+        For each step whether it was applied and whether any weight changed; and the message of the error that ends it.
+    """
+    runtime, config = init_runtime("cpu", 60), megatron(*layout)
+    groups = build_groups(Layout.from_config(config, runtime.ranks))
+    spec = EngineSpec("actor", folder, "lm", config, OPTIM, seed=5, max_nonfinite_steps=3)
+    trained = MegatronEngine(spec, groups, runtime)
+    rows = to_home(fixed_prompts(4), 1, groups)
+    totals = BatchTotals.from_mask(rows.batch["response_mask"], reduce=trained.sum_over_shards)
+    history = []
+    for poisoned in (False, True, True, False, True, True, True):
+        factor = float("nan") if poisoned and groups.shard == groups.layout.num_shards - 1 else 1.0
+
+        def loss(logits, inputs, rows, totals, factor=factor):
+            mask = rows.batch["response_mask"]
+            per_token = -factor * response_log_probs(trained, logits, inputs)
+            return agg_loss(per_token, mask, "token-mean", totals), {"loss": masked_stat(per_token, mask)}
+
+        before = full_weights(trained)
+        try:
+            _, step = trained.train_batch(rows, loss, totals, micro_batch_size=2)
+        except NonFiniteError as error:
+            return {"history": history, "error": str(error), "skipped": trained.skipped_steps}
+        after = full_weights(trained)
+        changed = any((after[name] != before[name]).any() for name in before)
+        history.append((step.applied, changed))
+    return {"history": history, "error": None, "skipped": trained.skipped_steps}
+
+
+def gate(difference: float, kl: float, version: int) -> str:
+    """What the rollout gate says about a batch with the given disagreement on the last rank's shard alone."""
+    runtime = init_runtime("cpu", 60)
+    home = build_groups(Layout.from_config(megatron(1, 1), runtime.ranks))
+    batch = to_home(fixed_prompts(8), 1, home)
+    shape = batch.batch["response_mask"].shape
+    on_last = float(home.shard == home.layout.num_shards - 1)
+    outside = batch.batch["response_mask"] == 0
+    batch.batch["old_log_probs"] = torch.full(shape, -2.0).masked_fill(outside, float("nan"))
+    batch.batch["rollout_log_probs"] = torch.full(shape, -2.0 + difference * on_last)
+    batch.batch["ref_log_prob"] = torch.full(shape, -2.0 - kl * on_last)
+    state = TrainState(total_steps=9, global_step=4, actor_version=version)
+    try:
+        Gates(GatesConfig(), home).check_rollout(batch, state)
+    except GateError as error:
+        return str(error)
+    return "passed"

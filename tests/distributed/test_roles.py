@@ -85,3 +85,31 @@ def test_micro_batches_agree(world2: Any, folder: str, one_rank: dict[str, Any],
 def test_masked_positions_do_not_matter(world2: Any, folder: str, one_rank: dict[str, Any]) -> None:
     for result in world2.run(BODY, folder, (2, 1), (1, 2), 2, True, timeout=180):
         assert_same(result, one_rank)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2)])
+def test_a_gradient_that_is_not_finite_changes_nothing(world2: Any, folder: str, layout: tuple[int, int]) -> None:
+    """Two in a row are skipped, a good one starts the count anew, three in a row end the run; all ranks agree."""
+    for result in world2.run("tests.distributed.bodies_roles:nonfinite_steps", folder, layout, timeout=180):
+        applied = [True, False, False, True, False, False]
+        assert result["history"] == [(step, step) for step in applied]
+        assert "3 optimizer steps in a row" in result["error"] and "trainer.max_nonfinite_steps = 3" in result["error"]
+        assert result["skipped"] == 5
+
+
+@pytest.mark.parametrize(
+    ("difference", "kl", "version", "words"),
+    [
+        (0.0, 0.0, 0, ["passed"]),
+        (1e-4, 1e-4, 0, ["passed"]),
+        (0.0, 0.5, 1, ["passed"]),
+        (0.0, 0.5, 0, ["step 4", "reference", "trainer.gates.first_step_kl"]),
+        (0.9, 0.0, 1, ["step 4", "sampled tokens", "trainer.gates.rollout_log_prob_diff_mean"]),
+        (float("nan"), 0.0, 1, ["trainer.gates.rollout_log_prob_diff_mean"]),
+    ],
+)
+def test_gates(world2: Any, difference: float, kl: float, version: int, words: list[str]) -> None:
+    """Every rank says the same, although only one of them holds the rows that disagree."""
+    messages = world2.run("tests.distributed.bodies_roles:gate", difference, kl, version)
+    assert len(set(messages)) == 1
+    assert all(word in messages[0] for word in words)
