@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from rlhf_megatron.rewards.builtin import compute_score
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, required=True, help="JSONL of held-out prompts")
     parser.add_argument("--max-new-tokens", type=int, default=8)
     args = parser.parse_args()
+    logging.disable_progress_bar()
     for folder in (args.before, args.after):
         if not (folder / "config.json").is_file():
             sys.exit(f"{folder} is no HuggingFace folder: the run before this check did not export one")

@@ -24,6 +24,7 @@ import torch
 from reasoning_gym.algorithmic.rotate_matrix import QUESTION_TEMPLATE
 from tokenizers import pre_tokenizers
 from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
 
 from rlhf_megatron.rewards.reasoning_gym_data import generate_reasoning_gym
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=256, help="held-out prompts")
     parser.add_argument("--flawed", type=float, default=0.7, help="share of quarter turns with a wrong demonstration")
     args = parser.parse_args()
+    logging.disable_progress_bar()
 
     data = args.out / "data"
     data.mkdir(parents=True, exist_ok=True)
