@@ -321,6 +321,7 @@ def _build_llm(
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
     from vllm.config import WeightTransferConfig
+    from vllm.distributed.parallel_state import get_tp_group
 
     from rlhf_megatron.rollout import vllm_receiver
 
@@ -350,6 +351,8 @@ def _build_llm(
     )
     # vLLM's finalizer destroys every process group of this process, the trainer's too, when the engine is collected.
     llm.llm_engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
+    # Each rank has its own scheduler and needs no broadcast; this queue's shared memory would outlive the process.
+    get_tp_group().mq_broadcaster = None
     return llm
 
 
