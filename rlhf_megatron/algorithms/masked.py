@@ -53,21 +53,6 @@ def select(values: Tensor, mask: Tensor, name: str = "values") -> Tensor:
     return torch.where(mask.bool(), at_least_fp32(values), 0.0)
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the selected values, over everything or over one dimension; 0 where nothing is selected.
-
-    Args:
-        values: Any shape.
-        mask: Same shape; non-zero keeps.
-        dim: The dimension to sum over; all when None.
-
-    Raises:
-        DataError: The shapes differ.
-    """
-    kept = select(values, mask)
-    return kept.sum() if dim is None else kept.sum(dim)
-
-
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of the selected values, over everything or over one dimension; 0 where nothing is selected.
 

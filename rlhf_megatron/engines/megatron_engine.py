@@ -25,7 +25,7 @@ from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.build import Head, build_model, forward_chunk
 from rlhf_megatron.models.hf_config import ModelShape
-from rlhf_megatron.parallel.collectives import broadcast_object
+from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum, broadcast_object
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.parallel.megatron_globals import MegatronContext
 from rlhf_megatron.parallel.runtime import Runtime
@@ -174,9 +174,7 @@ class MegatronEngine:
 
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a 1-D tensor over the data-parallel shards. Collective over the layout's data-parallel group."""
-        summed = values.to(self._device, copy=True)
-        torch.distributed.all_reduce(summed, group=self.groups.dp)
-        return summed.to(values.device)
+        return all_reduce_sum(values, self.groups.dp)
 
     def _run(self, data: DataProto, finish: Callable, micro_batch_size: int, *, forward_only: bool) -> list:
         """Feeds every micro-batch to one schedule call; returns what `finish` gave, on the last stage only."""
@@ -211,8 +209,7 @@ class MegatronEngine:
 
         Shards with fewer run rows that count for nothing: a schedule in which ranks disagree on the number hangs.
         """
-        count = torch.tensor(max(1, -(-len(data) // micro_batch_size)), device=self._device)
-        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=self.groups.dp)
+        count = all_reduce_max(torch.tensor(max(1, -(-len(data) // micro_batch_size))), self.groups.dp)
         batches = split_micro_batches(data, micro_batch_size)
         filler = _without_weight(batches[0].select_rows([0]) if batches else _blank_row(data))
         return batches + [filler] * (int(count) - len(batches))
@@ -236,7 +233,7 @@ class MegatronEngine:
             table = torch.stack(
                 [torch.stack([torch.stack([s.double(), c.double()]) for s, c in (p[k] for k in keys)]) for p in parts]
             ).sum(0)
-            torch.distributed.all_reduce(table, group=self.groups.dp)
+            table = all_reduce_sum(table, self.groups.dp)
             summed = {key: (row[0], row[1]) for key, row in zip(keys, table.tolist(), strict=True)}
         return self._from_last_stage(summed)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config.hf_facts import FAMILIES
 from rlhf_megatron.errors import ConfigError, Violation, WeightError
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 

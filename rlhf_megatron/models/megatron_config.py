@@ -13,8 +13,6 @@ from rlhf_megatron.models.hf_config import ModelShape
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> list[Violation]:
     """Every rule between a model and a parallel layout that does not hold. Pure; needs no process group.

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.errors import RLHFError
-
 T = TypeVar("T")
 Number = float | int | torch.Tensor
 
@@ -51,29 +49,6 @@ def broadcast_object(obj: T, src_global_rank: int, group: dist.ProcessGroup | No
     box: list[Any] = [obj]
     dist.broadcast_object_list(box, src=src_global_rank, group=group)
     return box[0]
-
-
-def agree(value: T, group: dist.ProcessGroup | None, what: str) -> T:
-    """Check that all ranks of the group hold an equal value and return it.
-
-    Args:
-        value: Picklable value that supports ``==`` with a plain bool as result.
-        group: Group over which this is collective.
-        what: What the value is, for the message.
-
-    Raises:
-        RLHFError: On every rank of the group, naming the ranks that differ from the group's first rank.
-    """
-    values = all_gather_object(value, group)
-    ranks = dist.get_process_group_ranks(group)
-    others = {rank: other for rank, other in zip(ranks, values, strict=True) if other != values[0]}
-    if others:
-        shown = ", ".join(f"rank {rank}: {other!r}" for rank, other in list(others.items())[:8])
-        more = f" and {len(others) - 8} more ranks" if len(others) > 8 else ""
-        raise RLHFError(
-            f"{what} must be the same on ranks {ranks}, but rank {ranks[0]} has {values[0]!r} and {shown}{more} differ."
-        )
-    return value
 
 
 def reduce_metrics(

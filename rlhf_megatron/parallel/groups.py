@@ -218,11 +218,6 @@ class Groups:
         return self.layout.group_of("pp", self.rank)
 
     @property
-    def first_stage_rank(self) -> int:
-        """Global rank of the first stage of this rank's pipeline."""
-        return self.pp_ranks[0]
-
-    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last stage of this rank's pipeline."""
         return self.pp_ranks[-1]

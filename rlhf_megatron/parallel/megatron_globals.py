@@ -219,11 +219,6 @@ def active_context() -> MegatronContext | None:
     return _active
 
 
-def release_scratch() -> None:
-    """Free Megatron-Core's scratch memory, for example before another user of the GPU wakes up."""
-    _scratch.buffer.clear()
-
-
 @contextlib.contextmanager
 def _installed(module: types.ModuleType, values: dict[str, Any]) -> Iterator[None]:
     before = {name: getattr(module, name) for name in values}

@@ -71,17 +71,21 @@ def _row(task: str, index: int, seed: int, entry: dict, task_kwargs: dict, instr
 
 def _checked(row: dict, score: float) -> dict:
     """The row, with `entry_tuples` set where the verifier compares tuples, which JSON turns into lists."""
+    failures = []
     for row_as in (row, {**row, "extra_info": {**row["extra_info"], "entry_tuples": True}}):
         read = json.loads(json.dumps(row_as))
         try:
             result = compute_score(read["data_source"], str(read["response"]), read["ground_truth"], read["extra_info"])
         except RewardError as error:
             raise DataError(f"a row of {row['data_source']} cannot be scored: {error}") from error
-        except Exception:
+        except Exception as error:
+            # Verifiers fail in their own ways when a tuple came back as a list; the other form is tried next.
+            failures.append(f"{type(error).__name__}: {error}")
             continue
         if result["score"] == score:
             return row_as
     raise DataError(
         f"row {row['extra_info']['index']} of {row['data_source']}: the verifier gives the task's own answer {score:g} "
-        "before the row is written as JSON, and another score after. This task needs a reward function of your own."
+        f"before the row is written as JSON, and not after ({'; '.join(failures) or 'another score'}). "
+        "This task needs a reward function of your own."
     )

@@ -22,7 +22,7 @@ ALWAYS_SHOWN = (
     ("Actor Loss", ("actor/pg_loss",)),
     ("Reward Score", ("critic/score/mean", "critic/rewards/mean")),
     # From the reference policy where there is one, else from the policy before the update.
-    ("KL Divergence", ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")),
+    ("KL Divergence", ("actor/reward_kl_penalty", "actor/kl_loss", "training/ref_kl", "actor/ppo_kl")),
 )
 SHOWN_WHEN_PRESENT = (
     ("Critic Loss", ("critic/vf_loss",)),
@@ -125,11 +125,13 @@ def step_line(metrics: Metrics, step: int, total_steps: int | None = None, eta_s
     """The structured line of a step.
 
     ``Step 10 | Actor Loss: 0.0123 | Reward Score: 0.4560 | KL Divergence: 0.0012 | ... | Step Time: 1.23 s |
-    Tokens/s: 4567 | Progress: 10/200 | ETA: 0:03:51``. The first three are always there (``n/a`` when the step has
-    none, as in critic warm-up); tokens per second are over all ranks, without padding.
+    Tokens/s: 4567 | Progress: 10/200 | ETA: 0:03:51``. The first three are always there in RL (``n/a`` when the step
+    has none, as in critic warm-up) and never in supervised fine-tuning; tokens per second are over all ranks, without
+    padding.
     """
     parts = [f"Step {step}"]
-    parts += [f"{name}: {_number(_first(metrics, keys))}" for name, keys in ALWAYS_SHOWN]
+    if "train/loss" not in metrics:
+        parts += [f"{name}: {_number(_first(metrics, keys))}" for name, keys in ALWAYS_SHOWN]
     parts += [
         f"{name}: {_number(value)}" for name, keys in SHOWN_WHEN_PRESENT if (value := _first(metrics, keys)) is not None
     ]

@@ -4,7 +4,7 @@ Free of torch: on a GPU the caller passes ``torch.cuda.synchronize``, without wh
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -59,20 +59,4 @@ def throughput(tokens: float, step_seconds: float, num_ranks: int) -> dict[str, 
         "perf/total_num_tokens": float(tokens),
         "perf/time_per_step": step_seconds,
         "perf/throughput": rate,
-    }
-
-
-def timing_per_token(timings: Mapping[str, float], tokens: float) -> dict[str, float]:
-    """Milliseconds per token of each phase, as ``timing_per_token_ms/<phase>``.
-
-    Args:
-        timings: Metrics as `Timers.pop` gives them.
-        tokens: As for `throughput`.
-    """
-    if tokens <= 0:
-        return {}
-    return {
-        name.replace("timing_s/", "timing_per_token_ms/", 1): 1000.0 * seconds / tokens
-        for name, seconds in timings.items()
-        if name.startswith("timing_s/")
     }

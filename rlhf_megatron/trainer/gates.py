@@ -11,6 +11,7 @@ import torch
 from rlhf_megatron.config.trainer import GatesConfig
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.errors import GateError
+from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.trainer.state import TrainState
 
@@ -41,11 +42,10 @@ class Gates:
         # The estimator is k1 (the plain difference): its mean is exactly 0 for equal weights.
         ref_kl = torch.where(mask, old - batch.batch["ref_log_prob"], 0.0) if "ref_log_prob" in batch.batch else None
         sums = [diff.sum(), mask.sum(), ref_kl.sum() if ref_kl is not None else torch.zeros(())]
-        vector = torch.stack([value.double() for value in sums])
-        torch.distributed.all_reduce(vector, group=self.home.dp)
+        vector = all_reduce_sum(torch.stack([value.double() for value in sums]), self.home.dp)
         # A NaN would be lost in a maximum; in the sum it is not.
         largest = diff.max().double().reshape(1) if diff.numel() else torch.zeros(1, dtype=torch.float64)
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self.home.dp)
+        largest = all_reduce_max(largest, self.home.dp)
         total, count, kl_sum = vector.tolist()
         count = max(count, 1.0)
         metrics = {

@@ -4,6 +4,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum
 from rlhf_megatron.parallel.groups import Groups
 
 
@@ -66,18 +67,14 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int
 
 
 def _sum(values: torch.Tensor, home: Groups) -> torch.Tensor:
-    values = values.double()
-    torch.distributed.all_reduce(values, group=home.dp)
-    return values
+    return all_reduce_sum(values.double(), home.dp)
 
 
 def _mean_max_min(name: str, values: torch.Tensor, home: Groups) -> dict[str, float]:
     total, count = _sum(torch.stack([values.double().sum(), torch.tensor(float(values.numel()))]), home).tolist()
     low = values.double().min() if values.numel() else torch.tensor(float("inf"), dtype=torch.float64)
     high = values.double().max() if values.numel() else torch.tensor(float("-inf"), dtype=torch.float64)
-    extremes = torch.stack([high, -low])
-    torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX, group=home.dp)
-    high, negated_low = extremes.tolist()
+    high, negated_low = all_reduce_max(torch.stack([high, -low]), home.dp).tolist()
     if not count:
         return {}
     return {f"{name}/mean": total / count, f"{name}/max": high, f"{name}/min": -negated_low}

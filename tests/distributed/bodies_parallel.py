@@ -265,19 +265,12 @@ def collective_results() -> dict[str, Any]:
     metrics = {"all": (torch.tensor(float(rank)), 1 + rank), "none": (0.0, 0)}
     if rank == 1:
         metrics["only one"] = (6.0, 3)
-    try:
-        collectives.agree({"steps": 5 if rank == 1 else 4}, None, "trainer.total_steps")
-        disagreement = ""
-    except RLHFError as error:
-        disagreement = str(error)
     return {
         "sum": collectives.all_reduce_sum(tensor).tolist(),
         "max": collectives.all_reduce_max(tensor).tolist(),
         "input": tensor.tolist(),
         "gathered": collectives.all_gather_object({"rank": rank}),
         "broadcast": collectives.broadcast_object(f"from {rank}", 1),
-        "agreed": collectives.agree((1, "x"), None, "value"),
-        "disagreement": disagreement,
         "metrics": collectives.reduce_metrics(metrics),
     }
 

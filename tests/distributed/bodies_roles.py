@@ -10,6 +10,7 @@ from rlhf_megatron.algorithms.kl import FixedKLController
 from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
 from rlhf_megatron.algorithms.masked import masked_stat
 from rlhf_megatron.config.algorithm import AlgorithmConfig
+from rlhf_megatron.config.reward import CustomRewardConfig, RewardConfig
 from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, RefConfig
 from rlhf_megatron.config.trainer import GatesConfig
 from rlhf_megatron.data.proto import DataProto
@@ -18,6 +19,8 @@ from rlhf_megatron.errors import GateError, NonFiniteError
 from rlhf_megatron.parallel.groups import Groups, build_groups
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.runtime import Runtime, init_runtime
+from rlhf_megatron.rewards.manager import RewardManager
+from rlhf_megatron.rewards.worker import RewardWorkerGroup
 from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.roles.critic import CriticWorkerGroup
 from rlhf_megatron.roles.reference import ReferenceWorkerGroup
@@ -26,6 +29,7 @@ from rlhf_megatron.trainer.experience import Experience
 from rlhf_megatron.trainer.gates import Gates
 from rlhf_megatron.trainer.placement import to_home
 from rlhf_megatron.trainer.state import TrainState
+from tests.tiny_models import make_tokenizer
 
 PROMPT_WIDTH, RESPONSE_WIDTH, VOCAB = 9, 7, 99
 
@@ -215,3 +219,30 @@ def gate(difference: float, kl: float, version: int) -> str:
     except GateError as error:
         return str(error)
     return "passed"
+
+
+def scored(reward_file: str, layout: tuple[int, int]) -> dict[int, tuple[list[float], str | None]]:
+    """Scores of rows with answers of 0 to 3 tokens and a hole in the mask, by row id; each from this rank's shard."""
+    runtime = init_runtime("cpu", 60)
+    home = build_groups(Layout.from_config(megatron(*layout), runtime.ranks))
+    config = RewardConfig(custom_reward_function=CustomRewardConfig(path=reward_file), num_workers=0, on_error="zero")
+    response_mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 1]])
+    lengths = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]])
+    tokenizer = make_tokenizer()
+    digits = [tokenizer.convert_tokens_to_ids(text) for text in "012345678"]
+    rows = DataProto.from_dict(
+        {
+            "prompts": torch.full((5, 2), digits[0]),
+            "responses": torch.tensor([digits[1:4], digits[2:5], digits[3:6], digits[4:7], digits[5:8]]),
+            "attention_mask": torch.cat([torch.ones(5, 2, dtype=torch.long), lengths], 1),
+            "response_mask": response_mask,
+            "row_id": torch.arange(5),
+        },
+        {"uid": list("abcde"), "data_source": ["sums"] * 5, "ground_truth": ["7", "", "", "", "7"]},
+    )
+    batch = to_home(rows, 1, home)
+    with RewardManager(config) as manager:
+        result = RewardWorkerGroup(manager, home, tokenizer).compute_rm_score(batch)
+    errors = [extra["error"] for extra in result.non_tensor_batch["reward_extra"]]
+    scores = result.batch["token_level_scores"].tolist()
+    return dict(zip(batch.batch["row_id"].tolist(), zip(scores, errors, strict=True), strict=True))

@@ -108,8 +108,5 @@ def test_collectives(world2: World) -> None:
         assert result["input"] == [float(rank), 1.0]
         assert result["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert result["broadcast"] == "from 1"
-        assert result["agreed"] == (1, "x")
-        assert "trainer.total_steps" in result["disagreement"]
-        assert "rank 1: {'steps': 5}" in result["disagreement"]
         # (0 + 1) / (1 + 2), and 6 / 3; a metric that nobody counted is left out.
         assert result["metrics"] == {"all": pytest.approx(1 / 3), "only one": 2.0}

@@ -113,3 +113,23 @@ def test_gates(world2: Any, difference: float, kl: float, version: int, words: l
     messages = world2.run("tests.distributed.bodies_roles:gate", difference, kl, version)
     assert len(set(messages)) == 1
     assert all(word in messages[0] for word in words)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+def test_scores_stand_on_the_last_response_token(world2: Any, tmp_path: Any, layout: tuple[int, int]) -> None:
+    """Whoever scores a row (shards of their own, or two ranks that share one), and whatever its mask looks like."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if solution_str == '567':\n        raise ValueError('no')\n"
+        "    return int(solution_str or 9) + 0.5 * (ground_truth == '7')\n"
+    )
+    merged: dict[int, Any] = {}
+    for result in world2.run("tests.distributed.bodies_roles:scored", str(reward), layout):
+        for row, value in result.items():
+            assert merged.setdefault(row, value) == value
+    # Row 1 answers one token; row 2 none, so its 9 has no place; row 3's last token is not the policy's own.
+    expected = [[0.0, 0.0, 123.5], [2.0, 0.0, 0.0], [0.0] * 3, [0.0, 456.0, 0.0], [0.0] * 3]
+    assert [merged[row][0] for row in range(5)] == expected
+    assert [row for row in range(5) if merged[row][1] is not None] == [4]
+    assert "no" in merged[4][1]

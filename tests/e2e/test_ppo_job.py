@@ -14,8 +14,10 @@ PPO, SFT = "rlhf_megatron.train_ppo", "rlhf_megatron.train_sft"
 
 @pytest.fixture(scope="module")
 def still(zygote: Zygote, inputs: Inputs) -> Job:
-    """Five steps that learn nothing."""
-    arguments = inputs.ppo("actor.optim.lr=0", "critic.optim.lr=0", "trainer.total_training_steps=5")
+    """Five steps that learn nothing, sampled at a temperature that trainer and rollout must both apply."""
+    arguments = inputs.ppo(
+        "actor.optim.lr=0", "critic.optim.lr=0", "trainer.total_training_steps=5", "rollout.temperature=0.7"
+    )
     return zygote.run(PPO, arguments).assert_ok()
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_megatron.algorithms.masked import masked_mean, masked_stat, masked_sum, masked_whiten, select
+from rlhf_megatron.algorithms.masked import masked_mean, masked_stat, masked_whiten, select
 from rlhf_megatron.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
@@ -64,13 +64,11 @@ def whiten_on_ranks(values: torch.Tensor, mask: torch.Tensor, rows: list[list[in
     return out
 
 
-def test_sum_and_mean_by_hand():
+def test_mean_by_hand():
     values = torch.tensor([[1.0, 2.0, NAN], [4.0, INF, -INF]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    # Kept: 1, 2, 4. Sum 7, mean 7/3; rows: 1+2 = 3 (mean 1.5) and 4 (mean 4).
-    assert masked_sum(values, mask).item() == 7.0
+    # Kept: 1, 2, 4. Sum 7, mean 7/3; rows: mean of 1 and 2, and 4.
     assert masked_mean(values, mask).item() == pytest.approx(7 / 3, rel=1e-7)
-    assert masked_sum(values, mask, dim=-1).tolist() == [3.0, 4.0]
     assert masked_mean(values, mask, dim=-1).tolist() == [1.5, 4.0]
     total, count = masked_stat(values, mask)
     assert (total.item(), count.item()) == (7.0, 3.0)
@@ -80,13 +78,11 @@ def test_sum_and_mean_by_hand():
 def test_any_mask_type(mask_dtype):
     values = torch.tensor([[1.0, 2.0, 5.0]])
     mask = torch.tensor([[1, 0, 1]]).to(mask_dtype)
-    assert masked_sum(values, mask).item() == 6.0  # 1 + 5
     assert masked_mean(values, mask).item() == 3.0  # 6 / 2
 
 
 def test_nothing_selected_is_zero():
     values, mask = torch.tensor([[NAN, 1.0]]), torch.zeros(1, 2)
-    assert masked_sum(values, mask).item() == 0.0
     assert masked_mean(values, mask).item() == 0.0
     assert masked_mean(values, mask, dim=-1).tolist() == [0.0]
     assert masked_whiten(values, mask).tolist() == [[0.0, 0.0]]
@@ -94,11 +90,11 @@ def test_nothing_selected_is_zero():
 
 
 def test_bf16_is_summed_in_fp32():
-    # 257 ones: bf16 has 8 bits of mantissa, so a bf16 running sum would stay at 256.
+    # 257 ones: bf16 has 8 bits of mantissa, so a bf16 running sum would stay at 256 and the mean below 1.
     values = torch.ones(1, 257, dtype=torch.bfloat16)
-    total = masked_sum(values, torch.ones(1, 257))
-    assert total.dtype == torch.float32
-    assert total.item() == 257.0
+    mean = masked_mean(values, torch.ones(1, 257))
+    assert mean.dtype == torch.float32
+    assert mean.item() == 1.0
 
 
 def test_gradient_at_masked_nan_is_zero():
