@@ -55,6 +55,12 @@ class MegatronConfig(Node):
     """Layer kernels: Transformer Engine or plain torch; auto takes the former on GPUs where it is installed."""
     use_distributed_optimizer: bool = True
     """Whether optimizer state is divided over the data-parallel ranks. Not for the reference, which has none."""
+    param_offload: bool = False
+    """Whether the parameters are in host memory while the role is idle."""
+    grad_offload: bool = False
+    """Whether gradient buffers are given back while the role is idle. Not for the reference, which has none."""
+    optimizer_offload: bool = False
+    """Whether optimizer state is in host memory while the role is idle. Not for the reference, which has none."""
 
 
 class OptimConfig(Node):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from rlhf_megatron.config import validate_batches, validate_effects, validate_files, validate_layout
+from rlhf_megatron.config import validate_batches, validate_effects, validate_files, validate_layout, validate_memory
 from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.parse import MISSING, parse
 from rlhf_megatron.config.ppo import PPOConfig
@@ -108,6 +108,7 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
     whole = [
         *(validate_layout.PPO_RULES if rl else ()),
         *(validate_batches.PPO_RULES if rl else validate_batches.SFT_RULES),
+        *(() if rl else validate_memory.SFT_RULES),
         *validate_effects.COMMON_RULES,
         *(validate_effects.PPO_RULES if rl else ()),
     ]

@@ -111,6 +111,14 @@ _INERT = {
 }
 
 
+_ONLY_TRAINED = {
+    "use_distributed_optimizer": "optimizer",
+    "grad_offload": "gradients",
+    "optimizer_offload": "optimizer",
+}
+"""Leaves of a layout that only a trained role can use, and what others lack for them."""
+
+
 def _rule(row: Needs) -> Callable[[Any], Iterator[Violation]]:
     """One rule per row, so that a leaf that is wrong silences no other row."""
 
@@ -206,15 +214,16 @@ def length_of_run(config: Any) -> Iterator[Violation]:
 
 
 def reference_is_frozen(config: Any) -> Iterator[Violation]:
-    """A frozen model has no optimizer."""
-    leaf = "ref.megatron.use_distributed_optimizer"
-    if is_set(config, leaf):
-        yield Violation(
-            leaf,
-            get(config, leaf),
-            "has no effect: the reference is not trained, so that it has no optimizer.",
-            f"Take it out with ~{leaf}.",
-        )
+    """A frozen model has neither gradients nor an optimizer."""
+    for name, absent in _ONLY_TRAINED.items():
+        leaf = f"ref.megatron.{name}"
+        if is_set(config, leaf):
+            yield Violation(
+                leaf,
+                get(config, leaf),
+                f"has no effect: the reference is not trained, so that it has no {absent}.",
+                f"Take it out with ~{leaf}.",
+            )
 
 
 def warmup(config: Any) -> Iterator[Violation]:

@@ -3,10 +3,14 @@
 The engine feeds all micro-batches of a call to one Megatron schedule, so that a pipeline fills once. Micro-batches are
 compacted (no padding on the left, as little as possible on the right), so that plain causal attention is exact.
 
-Left out here: packed sequences, context parallelism and offload.
+Memory that is offloaded while the role is idle comes in for each call; a caller with several calls in a row puts them
+into one `with engine.resident():`.
+
+Left out here: packed sequences and context parallelism.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,6 +25,7 @@ from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
 from rlhf_megatron.data.batching import split_micro_batches
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs, to_model_inputs
+from rlhf_megatron.engines.offload import RoleMemory
 from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.build import Head, build_model, forward_chunk
@@ -102,6 +107,15 @@ class MegatronEngine:
         if self._trainable is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
+        self.memory = RoleMemory(spec.name, self.chunks, self._trainable, spec.megatron, runtime.device)
+        self.memory.offload()
+
+    def resident(self, *, train: bool = False) -> AbstractContextManager[None]:
+        """The parameters on the device inside of the block, and with `train` gradients and optimizer state, too.
+
+        What is offloaded goes back to the host at the end of the outermost block. Local.
+        """
+        return self.memory.resident(train=train)
 
     @property
     def skipped_steps(self) -> int:
@@ -112,7 +126,8 @@ class MegatronEngine:
         self, bucket_bytes: int, dtype: torch.dtype | None = None
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Full tensors under their HuggingFace names, in buckets, on every rank. Collective over the layout's ranks."""
-        return iterate_hf(self.chunks, self.shape, self.groups, bucket_bytes, dtype=dtype)
+        with self.resident():
+            yield from iterate_hf(self.chunks, self.shape, self.groups, bucket_bytes, dtype=dtype)
 
     @torch.no_grad()
     def forward(self, data: DataProto, compute: Compute, *, micro_batch_size: int) -> Results:
@@ -134,7 +149,8 @@ class MegatronEngine:
             del non_loss_data
             return {key: value.float().cpu() for key, value in compute(output, inputs, rows).items()}
 
-        parts: list[Results] = self._run(data, finish, micro_batch_size, forward_only=True)
+        with self.resident():
+            parts: list[Results] = self._run(data, finish, micro_batch_size, forward_only=True)
         results = None
         if parts:
             results = {key: torch.cat([part[key] for part in parts])[: len(data)] for key in parts[0]}
@@ -164,11 +180,10 @@ class MegatronEngine:
             value, metrics = loss(output, inputs, rows, totals)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-        with self.context.active():
+        with self.resident(train=True), self.context.active():
             self._trainable.zero_grad()
-        parts: list[Metrics] = self._run(data, finish, micro_batch_size, forward_only=False)
-        metrics = self._sum_metrics(parts)
-        with self.context.active():
+            parts: list[Metrics] = self._run(data, finish, micro_batch_size, forward_only=False)
+            metrics = self._sum_metrics(parts)
             step = self._trainable.step()
         return metrics, step
 

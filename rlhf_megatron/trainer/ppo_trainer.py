@@ -223,7 +223,8 @@ class PPOTrainer:
         with self.phase("export"):
             engine = self.workers.actor.engine
             folder = f"{self.config.trainer.default_local_dir}/hf_model"
-            export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
+            with engine.resident():
+                export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
             self.state.hf_folder = folder
 
     def report(self) -> None:

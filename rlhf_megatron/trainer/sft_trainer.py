@@ -109,7 +109,8 @@ class SFTTrainer:
             return
         with self.phase("export"):
             engine, folder = self.engine, f"{self.config.trainer.default_local_dir}/hf_model"
-            export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
+            with engine.resident():
+                export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
             self.state.hf_folder = folder
 
     @contextmanager

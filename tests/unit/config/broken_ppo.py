@@ -254,6 +254,8 @@ EFFECTS = (
         )
         for value in ("true", "false")
     ),
+    case("ref.megatron.grad_offload", "ref.megatron.grad_offload=true", "no gradients", "~ref.megatron.grad_offload"),
+    case("ref.megatron.optimizer_offload", "ref.megatron.optimizer_offload=true", "has no optimizer"),
     case(
         "algorithm.kl_ctrl.horizon",
         # 64 x 5 = 320 samples, a fifth of which is 64.
@@ -309,6 +311,7 @@ WHOLE = (
     ("trainer.total_training_steps=10",),
     ("trainer.total_training_steps=null", "trainer.total_epochs=3"),
     ("actor.megatron.use_distributed_optimizer=false",),
+    ("actor.megatron.param_offload=true", "critic.megatron.grad_offload=true", "ref.megatron.param_offload=true"),
     ("actor.megatron.virtual_pipeline_model_parallel_size=null", "critic.megatron.expert_tensor_parallel_size=null"),
     # Which layers auto takes on a CPU is not for the configuration to say.
     ("actor.megatron.transformer_impl=auto", "critic.megatron.transformer_impl=torch"),

@@ -1,0 +1,127 @@
+"""Bodies about a role's memory: offload, recompute, precision, the swapped reference; see test_memory.py."""
+
+from typing import Any
+
+import torch
+
+from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
+from rlhf_megatron.algorithms.masked import masked_stat
+from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
+from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
+from rlhf_megatron.parallel.groups import build_groups
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.runtime import init_runtime
+from rlhf_megatron.roles.scoring import response_log_probs
+from rlhf_megatron.trainer.placement import to_home
+from tests.distributed.bodies_roles import OPTIM, fixed_prompts
+
+OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+
+
+class Trained:
+    """A language model, trained by cross-entropy on fixed rows."""
+
+    def __init__(self, folder: str, options: dict[str, Any], optim: OptimConfig | None = OPTIM, head: str = "lm"):
+        runtime = init_runtime("cpu", 60)
+        config = MegatronConfig(**options)
+        groups = build_groups(Layout.from_config(config, runtime.ranks))
+        spec = EngineSpec("actor", folder, head, config, optim, seed=5, allow_unexpected=("lm_head.weight",))
+        self.engine = MegatronEngine(spec, groups, runtime)
+        self.rows = to_home(fixed_prompts(8), 1, groups)
+
+    def step(self) -> tuple[float, float]:
+        """One optimizer step; its loss and gradient norm."""
+        totals = BatchTotals.from_mask(self.rows.batch["response_mask"], reduce=self.engine.sum_over_shards)
+        metrics, result = self.engine.train_batch(self.rows, self._loss, totals, micro_batch_size=2)
+        total, count = metrics["loss"]
+        return total / count, result.grad_norm
+
+    def log_probs(self) -> torch.Tensor:
+        """Log-probs of this shard's rows."""
+
+        def compute(logits: torch.Tensor, inputs: Any, rows: DataProto) -> dict[str, torch.Tensor]:
+            return {"log_probs": response_log_probs(self.engine, logits, inputs)}
+
+        return self.engine.forward(self.rows, compute, micro_batch_size=2)["log_probs"]
+
+    def weights(self) -> dict[str, Any]:
+        """Full tensors by HuggingFace name, as bytes: numpy has no bfloat16."""
+        buckets = self.engine.hf_weights(1 << 20)
+        return {
+            name: tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            for bucket in buckets
+            for name, tensor in bucket
+        }
+
+    def _loss(self, logits: torch.Tensor, inputs: Any, rows: DataProto, totals: BatchTotals):
+        mask = rows.batch["response_mask"]
+        per_token = -response_log_probs(self.engine, logits, inputs)
+        return agg_loss(per_token, mask, "token-mean", totals), {"loss": masked_stat(per_token, mask)}
+
+
+def history(folder: str, options: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """Losses, norms, log-probs and weights over some steps, and the bytes on the device between them."""
+    trained = Trained(folder, options)
+    held = [trained.engine.memory.bytes_on_device()]
+    with trained.engine.resident(train=True):
+        held.append(trained.engine.memory.bytes_on_device())
+    numbers, scores = [], []
+    for _ in range(steps):
+        numbers.append(trained.step())
+        scores.append(trained.log_probs().numpy().tobytes())
+        held.append(trained.engine.memory.bytes_on_device())
+    with trained.engine.resident(train=True):
+        held.append(trained.engine.memory.bytes_on_device())
+    return {"numbers": numbers, "scores": scores, "held": held, "weights": trained.weights()}
+
+
+def bytes_by_hand(folder: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """After a step in bf16 with a replicated optimizer, inside and outside of a resident block."""
+    options = {"tensor_model_parallel_size": 2, "dtype": "bfloat16", "use_distributed_optimizer": False}
+    trained = Trained(folder, options | OFFLOAD)
+    trained.step()
+    chunks = trained.engine.chunks
+    numbers = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    with trained.engine.resident(train=True):
+        inside: dict[str, Any] = trained.engine.memory.bytes_on_device()
+    # bf16 weights; fp32 gradients; fp32 masters and two moments.
+    inside["expected"] = {"params": 2 * numbers, "grads": 4 * numbers, "optimizer": 12 * numbers}
+    tensors = [p for chunk in chunks for p in chunk.parameters()]
+    tensors += [p.main_grad for p in tensors] + [p.main_param for p in tensors]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return inside, {"storages": held, "counted": sum(trained.engine.memory.bytes_on_device().values())}
+
+
+def frozen(folder: str) -> dict[str, Any]:
+    """Scores of a frozen model with and without offload, and the bytes held before, in, in again and after a block."""
+    options = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "dtype": "float32"}
+    resident = Trained(folder, options, optim=None)
+    away = Trained(folder, options | {"param_offload": True}, optim=None)
+    held = [away.engine.memory.bytes_on_device()["params"]]
+    with away.engine.resident():
+        first = away.log_probs()
+        held.append(away.engine.memory.bytes_on_device()["params"])
+        second = away.log_probs()
+        held.append(away.engine.memory.bytes_on_device()["params"])
+    held.append(away.engine.memory.bytes_on_device()["params"])
+    assert torch.equal(first, second)
+    third = away.log_probs()
+    return {
+        "resident": resident.log_probs().tolist(),
+        "away": third.tolist() if torch.equal(third, first) else "scores changed",
+        "held": held,
+        "size": resident.engine.memory.bytes_on_device()["params"],
+    }
+
+
+def swap_while_used(folder: str) -> str:
+    """What is said to who swaps weights in the middle of their use."""
+    trained = Trained(folder, {"tensor_model_parallel_size": 1, "dtype": "float32"})
+    memory = trained.engine.memory.parameters
+    copies = memory.copy()
+    try:
+        with trained.engine.resident(), memory.filled_with(copies):
+            return "allowed"
+    except RuntimeError as error:
+        return str(error)
