@@ -40,7 +40,14 @@ class MegatronConfig(Node):
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are divided into."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Model chunks per stage (interleaved schedule)."""
+    """Model chunks per stage (interleaved schedule), at least 2; null for none."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage; the other stages share the rest equally. Null for an equal division."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage; the other stages share the rest equally. Null for an equal division."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's layout string, in place of the three above: E embedding, t layer, L output layer, | next chunk;
+    x*n and (...)*n repeat. On a command line in quotes of both kinds: '"Et*3|(tt|)*2,tL"'."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: PositiveInt = 1

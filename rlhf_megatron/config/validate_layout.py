@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_megatron.config.hf_facts import CPU_HEAD_DIMS, HFFacts, kv_heads_fit, qkv_rows
+from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.rules import (
     Role,
     divisors,
@@ -20,14 +21,13 @@ from rlhf_megatron.config.rules import (
 from rlhf_megatron.errors import Violation
 
 UNSUPPORTED: tuple[tuple[str, tuple[int | None, ...]], ...] = (
-    ("virtual_pipeline_model_parallel_size", (None,)),
     ("context_parallel_size", (1,)),
     ("expert_model_parallel_size", (1,)),
     ("expert_tensor_parallel_size", (None,)),
 )
 """Leaves of a layout that this version has room for but cannot run yet, and the values that it can. Supporting one
-means removing its line here. A 1 in place of null is no null: one chunk per stage is Megatron's interleaved schedule,
-and one rank per expert is less than the tensor-parallel size."""
+means removing its line here. A 1 in place of null is no null: one rank per expert is less than the tensor-parallel
+size."""
 
 TensorRule = tuple[str, Callable[[int], bool]]
 """What a tensor-parallel size must do, and whether a given one does."""
@@ -77,7 +77,7 @@ def rollout_fits_world(config: Any) -> Iterator[Violation]:
 
 
 def divides_model(config: Any, role: Role) -> Iterator[Violation]:
-    """Heads, query-key-value rows, MLP columns and layers must divide evenly; key/value heads may also be repeated."""
+    """Heads, query-key-value rows and MLP columns must divide evenly; key/value heads may also be repeated."""
     megatron = get(config, role.megatron)
     if megatron is None:
         return
@@ -91,14 +91,16 @@ def divides_model(config: Any, role: Role) -> Iterator[Violation]:
         facts,
         [*_shared_tensor_rules(facts, folder), _fused_rule(facts, folder)],
     )
-    pp = megatron.pipeline_model_parallel_size
-    if facts.num_layers % pp:
-        yield Violation(
-            f"{role.megatron}.pipeline_model_parallel_size",
-            pp,
-            f"must divide the {facts.num_layers} layers of {folder}.",
-            f"Choose {listed(divisors(facts.num_layers))}.",
-        )
+
+
+def divides_layers(config: Any, role: Role) -> Iterator[Violation]:
+    """Every layer must have one place in the pipeline."""
+    megatron = get(config, role.megatron)
+    if megatron is not None:
+        _, folder = model_folder(config, role)
+        facts = facts_of(folder)
+        layers = None if facts is None else facts.num_layers
+        yield from pipeline_violations(PipelineShape.from_config(megatron), role.megatron, layers, folder)
 
 
 def _shared_tensor_rules(facts: HFFacts, folder: str) -> list[TensorRule]:
@@ -170,7 +172,7 @@ def device_fits(config: Any, role: Role) -> Iterator[Violation]:
         )
 
 
-ROLE_RULES = (unsupported, fits_world, divides_model, device_fits)
+ROLE_RULES = (unsupported, fits_world, divides_model, divides_layers, device_fits)
 """Rules about each role of a root."""
 PPO_RULES = (rollout_fits_world, rollout_divides_model, rollout_head_size)
 """Rules about a PPO run."""

@@ -225,6 +225,9 @@ class MegatronEngine:
         Shards with fewer run rows that count for nothing: a schedule in which ranks disagree on the number hangs.
         """
         count = all_reduce_max(torch.tensor(max(1, -(-len(data) // micro_batch_size))), self.groups.dp)
+        if self.layout.vpp is not None:
+            # The interleaved schedule runs whole rounds of its pipeline.
+            count = -(-count // self.layout.pp) * self.layout.pp
         batches = split_micro_batches(data, micro_batch_size)
         filler = _without_weight(batches[0].select_rows([0]) if batches else _blank_row(data))
         return batches + [filler] * (int(count) - len(batches))

@@ -61,17 +61,14 @@ def build_model(
     if context is None:
         raise LayoutError("a model is built inside of its role's `with context.active():`, but no layout is in force.")
     implementation = resolve_implementation(megatron.transformer_impl, context.device.type)
-    pp = megatron.pipeline_model_parallel_size
-    num_chunks = (megatron.virtual_pipeline_model_parallel_size or 1) if pp > 1 else 1
-    stage = groups.coordinates.pp
+    layout, stage = groups.layout, groups.coordinates.pp
     config = transformer_config(shape, megatron, dtype)
-    submodules = layer_submodules(shape, implementation, shape.num_layers // (pp * num_chunks))
     chunks = []
-    for index in range(num_chunks):
-        is_last = stage == pp - 1 and index == num_chunks - 1
+    for index, counts in enumerate(layout.pipeline.counts(shape.num_layers)):
+        is_last = stage == layout.pp - 1 and index == layout.num_chunks - 1
         chunk = RoleModel(
             config=config,
-            transformer_layer_spec=submodules,  # pyright: ignore[reportArgumentType]
+            transformer_layer_spec=layer_submodules(shape, implementation, counts[stage]),  # pyright: ignore[reportArgumentType]
             vocab_size=padded_vocab_size(shape.vocab_size, megatron.tensor_model_parallel_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=stage == 0 and index == 0,
@@ -81,7 +78,7 @@ def build_model(
             position_embedding_type="rope",
             rotary_base=int(shape.rope.theta),
             pg_collection=groups.collection,
-            vp_stage=index if num_chunks > 1 else None,
+            vp_stage=None if layout.vpp is None else index,
         )
         chunk.rotary_pos_emb = ScaledRotaryEmbedding(shape.head_dim, shape.rope, groups.cp)
         chunk.head = head

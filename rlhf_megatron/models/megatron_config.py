@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf_megatron.config.hf_facts import kv_heads_fit, qkv_rows
+from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.roles import MegatronConfig
 from rlhf_megatron.errors import Violation
 from rlhf_megatron.models.hf_config import ModelShape
@@ -22,8 +23,7 @@ def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> 
         megatron: The role's parallel settings.
         key: Dotted path of those settings, for example ``actor.megatron``.
     """
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    vpp = megatron.virtual_pipeline_model_parallel_size
+    tp = megatron.tensor_model_parallel_size
     found = []
 
     def tensor_rule(holds: bool, rule: str, fix: str) -> None:
@@ -38,14 +38,7 @@ def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> 
     tensor_rule(fused % tp == 0, f"must divide the {fused} rows of query, key and value.", "Choose a divisor.")
     ffn_rule = f"must divide the model's MLP size {shape.ffn_hidden_size}."
     tensor_rule(shape.ffn_hidden_size % tp == 0, ffn_rule, "Choose a divisor.")
-    if shape.num_layers % pp:
-        rule = f"must divide the model's {shape.num_layers} layers; leftover layers would be dropped."
-        found.append(Violation(f"{key}.pipeline_model_parallel_size", pp, rule, "Choose a divisor."))
-    elif vpp is not None and (pp == 1 or shape.num_layers // pp % vpp):
-        rule = f"needs more than one pipeline stage and must divide the {shape.num_layers // pp} layers of each."
-        name = f"{key}.virtual_pipeline_model_parallel_size"
-        found.append(Violation(name, vpp, rule, "Choose a divisor, or null for no interleaving."))
-    return found
+    return found + pipeline_violations(PipelineShape.from_config(megatron), key, shape.num_layers, "the model")
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch.dtype) -> "TransformerConfig":
@@ -61,7 +54,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    tp, pipeline = megatron.tensor_model_parallel_size, PipelineShape.from_config(megatron)
+    pp = pipeline.stages
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -83,14 +77,17 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=pipeline.chunks,
+        num_layers_in_first_pipeline_stage=pipeline.first,
+        num_layers_in_last_pipeline_stage=pipeline.last,
+        pipeline_model_parallel_layout=pipeline.layout,
         context_parallel_size=megatron.context_parallel_size,
         sequence_parallel=megatron.sequence_parallel and tp > 1,
         # Micro-batches are as long as their longest row, so stages must tell each other the shape.
         variable_seq_lengths=pp > 1,
         # Interleaved stages exchange both directions at once; without overlap, two stages would mix them up.
-        overlap_p2p_comm=pp > 1 and megatron.virtual_pipeline_model_parallel_size is not None,
-        batch_p2p_comm=megatron.virtual_pipeline_model_parallel_size is None,
+        overlap_p2p_comm=pipeline.chunks is not None,
+        batch_p2p_comm=pipeline.chunks is None,
         # Checked together with the line above also where there are no experts.
         moe_token_dispatcher_type="alltoall",
         params_dtype=dtype,

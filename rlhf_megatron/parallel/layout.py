@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from rlhf_megatron.config.pipeline import PipelineShape
 from rlhf_megatron.config.roles import MegatronConfig
 from rlhf_megatron.errors import LayoutError
 
@@ -44,6 +45,9 @@ class Layout:
         cp: Context-parallel size.
         ep: Expert-parallel size.
         etp: Expert-tensor-parallel size; ``tp`` when None.
+        first_stage_layers: Layers of the first pipeline stage, None for as many as the others.
+        last_stage_layers: Layers of the last pipeline stage, None for as many as the others.
+        pipeline_layout: Megatron's layout string, which says which stage has which layers; None for none.
         ranks: Global ranks of the layout, strictly ascending. May be a subset of the world.
 
     Raises:
@@ -57,6 +61,9 @@ class Layout:
     cp: int = 1
     ep: int = 1
     etp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    pipeline_layout: str | None = None
     ranks: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -86,15 +93,29 @@ class Layout:
         Raises:
             LayoutError: The configuration does not fit the ranks.
         """
+        pipeline = PipelineShape.from_config(config)
         return cls(
             tp=config.tensor_model_parallel_size,
-            pp=config.pipeline_model_parallel_size,
-            vpp=config.virtual_pipeline_model_parallel_size,
+            pp=pipeline.stages,
+            vpp=pipeline.chunks,
             cp=config.context_parallel_size,
             ep=config.expert_model_parallel_size,
             etp=config.expert_tensor_parallel_size,
+            first_stage_layers=pipeline.first,
+            last_stage_layers=pipeline.last,
+            pipeline_layout=pipeline.layout,
             ranks=tuple(ranks),
         )
+
+    @property
+    def pipeline(self) -> PipelineShape:
+        """How the layers are divided over stages and chunks."""
+        return PipelineShape(self.pp, self.vpp, self.first_stage_layers, self.last_stage_layers, self.pipeline_layout)
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks per pipeline stage."""
+        return self.vpp or 1
 
     @property
     def size(self) -> int:

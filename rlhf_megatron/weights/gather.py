@@ -50,7 +50,7 @@ def iterate_hf(
     parameters = ParameterFinder(chunks)
     bucket: Bucket = []
     held = 0
-    for item in catalog(shape, model.head, layout.pp, layout.vpp):
+    for item in catalog(shape, model.head, layout):
         if item.is_copy:
             continue
         own_dtype = torch.float32 if item.is_value_head else parameter_dtype

@@ -71,7 +71,7 @@ def load_hf(
     """
     layout = groups.layout
     head = head or unwrap(chunks[0]).head
-    items = catalog(shape, head, layout.pp, layout.vpp)
+    items = catalog(shape, head, layout)
     place = layout.coordinates(groups.rank)
     parameters = ParameterFinder(chunks)
     with HFReader(folder) as reader:

@@ -40,8 +40,8 @@ def call(payload: bytes) -> bytes:
     return pickle.dumps(globals()[name](*args, **options))
 
 
-Parallel = tuple[int, int] | tuple[int, int, int]
-"""Tensor-parallel size, pipeline stages, and perhaps chunks per stage."""
+Parallel = tuple[int, int] | tuple[int, int, dict[str, Any]]
+"""Tensor-parallel size, pipeline stages, and perhaps further leaves of MegatronConfig."""
 
 
 class Built:
@@ -63,10 +63,10 @@ class Built:
         self.megatron = MegatronConfig(
             tensor_model_parallel_size=parallel[0],
             pipeline_model_parallel_size=parallel[1],
-            virtual_pipeline_model_parallel_size=parallel[2] if len(parallel) > 2 else None,
             sequence_parallel=sequence_parallel,
             dtype=dtype,  # type: ignore[arg-type]
             transformer_impl="torch",
+            **(parallel[2] if len(parallel) > 2 else {}),
         )
         self.shape = ModelShape.from_folder(folder)
         self.groups = build_groups(Layout.from_config(self.megatron, runtime.ranks))

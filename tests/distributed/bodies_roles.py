@@ -61,9 +61,11 @@ def fixed_prompts(num_prompts: int) -> DataProto:
     )
 
 
-def megatron(tp: int, pp: int) -> MegatronConfig:
+def megatron(tp: int, pp: int, leaves: dict[str, Any] | None = None) -> MegatronConfig:
     """An fp32 layout."""
-    return MegatronConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, dtype="float32")
+    return MegatronConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, dtype="float32", **(leaves or {})
+    )
 
 
 def engine(folder: str, name: str, head: str, config: MegatronConfig, groups: Groups, runtime: Runtime, frozen=False):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.distributed.bodies_models import rewrite
 from tests.tiny_models import VARIANTS, make_tiny_model, read_config
 
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (1, 2, 2)]
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (1, 2, {"virtual_pipeline_model_parallel_size": 2})]
 # Logits are about 6 in size after four layers of fp32 sums, which differ by 1e-5 when their order does.
 LOGIT_TOLERANCE = 1e-4
 # Gradients here reach several hundred; fp32 sums over 4 layers, 64 tokens and up to 4 ranks in another order.
@@ -70,6 +70,34 @@ def test_logits_equal_huggingface_in_every_layout(world: Ranks, folder_of: Any, 
         for logits in found:
             difference = (logits[..., : expected.shape[-1]] - expected).abs().max().item()
             assert difference <= LOGIT_TOLERANCE, f"{variant} {layout}"
+
+
+PIPELINES = [
+    (1, 4, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}),
+    (2, 2, {"num_layers_in_first_pipeline_stage": 2, "virtual_pipeline_model_parallel_size": 2}),
+    (1, 2, {"num_layers_in_last_pipeline_stage": 1}),
+    (1, 2, {"pipeline_model_parallel_layout": "Et*2|(t|)*2ttL"}),
+    # The first stage embeds only, and the last has only the head.
+    (1, 4, {"pipeline_model_parallel_layout": "E|t*5|t|L"}),
+    (2, 2, {"pipeline_model_parallel_layout": "E|t*3|t|ttL"}),
+]
+"""Divisions of six layers."""
+
+
+@pytest.mark.parametrize("variant", ["llama_tied_biases", "qwen2_window"])
+def test_uneven_pipelines(world: Ranks, tmp_path: Path, variant: str) -> None:
+    """Logits, and every bit on the way there and back; one model is tied, the other has layers of two kinds."""
+    folder, tokens = str(make_tiny_model(tmp_path / "m", variant, num_hidden_layers=6)), some_tokens()
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+    by_rank = world.run("outputs", folder, PIPELINES, tokens)
+    for index, layout in enumerate(PIPELINES):
+        found = [results[index] for results in by_rank if results[index] is not None]
+        assert len(found) == 4 // layout[1]
+        for logits in found:
+            assert (logits[..., : expected.shape[-1]] - expected).abs().max().item() <= LOGIT_TOLERANCE, layout
+    for differences in world.run("round_trip", folder, PIPELINES):
+        assert differences == [[]] * len(PIPELINES)
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
@@ -133,7 +161,7 @@ def assert_gradients(results: list[dict[str, Any]], expected: dict[str, torch.Te
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4), LAYOUTS[-1]])
 def test_values_gradients_and_norm(world: Ranks, folder_of: Any, layout: Any, sequence_parallel: bool) -> None:
     if layout[0] == 1 and not sequence_parallel:
         pytest.skip("sequence parallelism has no effect without tensor parallelism")
@@ -155,7 +183,7 @@ def test_values_gradients_and_norm(world: Ranks, folder_of: Any, layout: Any, se
 
 
 @pytest.mark.parametrize("variant", ["qwen2_tied", "qwen3", "qwen2_one_kv_head", "llama_tied_biases"])
-@pytest.mark.parametrize("layout", [(4, 1), (2, 2), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [(4, 1), (2, 2), LAYOUTS[-1]])
 def test_logit_gradients_and_norm(world: Ranks, folder_of: Any, layout: Any, variant: str) -> None:
     tokens = some_tokens(rows=8)
     # 128 columns: the widest padded vocabulary of 99 tokens here. Padded columns must not matter, so they weigh zero.

@@ -60,6 +60,8 @@ def test_the_step_changes_weights_and_clips(one_rank: dict[str, Any], folder: st
         ((2, 2), (1, 4)),
         ((4, 1), (1, 2)),
         ((1, 4), (2, 1)),
+        ((1, 2, {"virtual_pipeline_model_parallel_size": 2}), (2, 2, {"num_layers_in_first_pipeline_stage": 1})),
+        ((1, 2, {"pipeline_model_parallel_layout": "Et|t|tt|L"}), (1, 2, {"num_layers_in_last_pipeline_stage": 3})),
     ],
     ids=lambda sizes: "tp{}pp{}".format(*sizes),
 )

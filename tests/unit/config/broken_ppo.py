@@ -48,6 +48,9 @@ SIX_RANKS = (
 )
 """Batches that six ranks divide."""
 
+TWO_STAGES = ("critic.megatron.pipeline_model_parallel_size=2",)
+"""A pipeline for the critic, of 3 layers a stage."""
+
 ADAPTIVE_KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
 """A KL controller with a horizon."""
 
@@ -173,12 +176,79 @@ LAYOUTS = (
     case(
         "critic.megatron.virtual_pipeline_model_parallel_size",
         "critic.megatron.virtual_pipeline_model_parallel_size=2",
-        "not supported yet by this version",
+        "has no effect while critic.megatron.pipeline_model_parallel_size is 1",
     ),
     case(
-        "ref.megatron.virtual_pipeline_model_parallel_size",
-        "ref.megatron.virtual_pipeline_model_parallel_size=1",
-        "not supported yet by this version",
+        "critic.megatron.virtual_pipeline_model_parallel_size",
+        (*TWO_STAGES, "critic.megatron.virtual_pipeline_model_parallel_size=1"),
+        "must be at least 2",
+        "Leave it out",
+    ),
+    case(
+        "critic.megatron.virtual_pipeline_model_parallel_size",
+        (*TWO_STAGES, "critic.megatron.virtual_pipeline_model_parallel_size=2"),
+        "must divide the 3 layers of each stage",
+        "Choose 3",
+    ),
+    case(
+        "critic.megatron.pipeline_model_parallel_size",
+        ("trainer.n_gpus_per_node=4", "critic.megatron.pipeline_model_parallel_size=4"),
+        "num_layers_in_first_pipeline_stage=1 num_layers_in_last_pipeline_stage=1",
+    ),
+    case(
+        "critic.megatron.num_layers_in_first_pipeline_stage",
+        "critic.megatron.num_layers_in_first_pipeline_stage=2",
+        "has no effect while critic.megatron.pipeline_model_parallel_size is 1",
+    ),
+    case(
+        "critic.megatron.num_layers_in_last_pipeline_stage",
+        (*TWO_STAGES, "critic.megatron.num_layers_in_last_pipeline_stage=6"),
+        "leaves 0 of the 6 layers",
+        "num_layers_in_first_pipeline_stage=3 num_layers_in_last_pipeline_stage=3",
+    ),
+    case(
+        "critic.megatron.num_layers_in_first_pipeline_stage",
+        (
+            *TWO_STAGES,
+            "critic.megatron.virtual_pipeline_model_parallel_size=2",
+            "critic.megatron.num_layers_in_first_pipeline_stage=3",
+        ),
+        "must be a multiple of virtual_pipeline_model_parallel_size 2",
+        "2 or 4",
+        also=("virtual_pipeline_model_parallel_size",),
+    ),
+    *(
+        case(
+            "critic.megatron.pipeline_model_parallel_layout",
+            (*TWO_STAGES, f"critic.megatron.pipeline_model_parallel_layout='{text}'"),
+            words,
+        )
+        for text, words in (
+            ("Et*3|ttmL", "must consist of E, t, L and |"),
+            ("t*3|Et*3L", "must begin with its one E"),
+            ("Et*2|t|t*3L", "has 3 chunks between its |, which must be a multiple of"),
+            ("Et*3||t|ttL", "has a chunk with nothing in it"),
+            ("Et*3|t*2L", "has 5 layers (t), but"),
+            ("Et*3|t*4L", "Write 6 t"),
+        )
+    ),
+    case(
+        "critic.megatron.pipeline_model_parallel_layout",
+        (
+            *TWO_STAGES,
+            "critic.megatron.pipeline_model_parallel_layout='Et|tt|tt|tL'",
+            "critic.megatron.virtual_pipeline_model_parallel_size=3",
+        ),
+        "has 2 chunks per stage, but virtual_pipeline_model_parallel_size is 3",
+    ),
+    case(
+        "critic.megatron.pipeline_model_parallel_layout",
+        (
+            *TWO_STAGES,
+            "critic.megatron.pipeline_model_parallel_layout='Ett|ttttL'",
+            "critic.megatron.num_layers_in_first_pipeline_stage=2",
+        ),
+        "and so does num_layers_in_first_pipeline_stage 2",
     ),
     case(
         "actor.megatron.expert_tensor_parallel_size",
@@ -313,6 +383,9 @@ WHOLE = (
     ("actor.megatron.use_distributed_optimizer=false",),
     ("actor.megatron.param_offload=true", "critic.megatron.grad_offload=true", "ref.megatron.param_offload=true"),
     ("actor.megatron.virtual_pipeline_model_parallel_size=null", "critic.megatron.expert_tensor_parallel_size=null"),
+    (*TWO_STAGES, "critic.megatron.virtual_pipeline_model_parallel_size=3"),
+    (*TWO_STAGES, "critic.megatron.num_layers_in_first_pipeline_stage=2"),
+    (*TWO_STAGES, "critic.megatron.pipeline_model_parallel_layout='Et*3|(t|)*2,tL'"),
     # Which layers auto takes on a CPU is not for the configuration to say.
     ("actor.megatron.transformer_impl=auto", "critic.megatron.transformer_impl=torch"),
 )

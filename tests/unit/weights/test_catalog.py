@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_megatron.errors import LayoutError, WeightError
 from rlhf_megatron.models.hf_config import ModelShape, Rope
+from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.weights.catalog import catalog
 from rlhf_megatron.weights.families import parameter_name
 
@@ -24,6 +25,10 @@ SHAPE = ModelShape(
     max_position_embeddings=64,
     qk_norm=True,
 )
+
+
+def pipeline(pp: int, vpp: int | None = None) -> Layout:
+    return Layout(pp=pp, vpp=vpp, ranks=tuple(range(pp)))
 
 
 def test_names_cover_the_model_once() -> None:
@@ -47,7 +52,7 @@ def test_layers_lie_where_megatron_builds_them(
     pp: int, vpp: int | None, layers_by_stage_and_chunk: dict[tuple[int, int], range]
 ) -> None:
     found: dict[tuple[int, int], list[int]] = {}
-    for item in catalog(SHAPE, "lm", pp, vpp):
+    for item in catalog(SHAPE, "lm", pipeline(pp, vpp)):
         if item.megatron.endswith("linear_proj.weight"):
             layer = int(item.hf[0].split(".")[2])
             layers = found.setdefault((item.stage, item.chunk), [])
@@ -57,7 +62,7 @@ def test_layers_lie_where_megatron_builds_them(
 
 
 def test_last_stage_holds_norm_and_head() -> None:
-    items = {item.hf[0]: item for item in catalog(SHAPE, "lm", 2, 2)}
+    items = {item.hf[0]: item for item in catalog(SHAPE, "lm", pipeline(2, 2))}
     for name in ("model.norm.weight", "lm_head.weight"):
         assert (items[name].stage, items[name].chunk) == (1, 1)
     assert (items["model.embed_tokens.weight"].stage, items["model.embed_tokens.weight"].chunk) == (0, 0)
@@ -65,8 +70,8 @@ def test_last_stage_holds_norm_and_head() -> None:
 
 def test_tied_embedding_is_copied_to_the_last_stage_only_when_that_is_another() -> None:
     tied = replace(SHAPE, tie_embeddings=True)
-    assert not any(item.is_copy for item in catalog(tied, "lm", 1))
-    copies = [item for item in catalog(tied, "lm", 2) if item.is_copy]
+    assert not any(item.is_copy for item in catalog(tied, "lm"))
+    copies = [item for item in catalog(tied, "lm", pipeline(2)) if item.is_copy]
     assert [(item.megatron, item.hf, item.stage) for item in copies] == [
         ("output_layer.weight", ("model.embed_tokens.weight",), 1)
     ]
@@ -74,7 +79,7 @@ def test_tied_embedding_is_copied_to_the_last_stage_only_when_that_is_another() 
 
 def test_value_head_replaces_the_output_layer_and_unties() -> None:
     for shape in (SHAPE, replace(SHAPE, tie_embeddings=True)):
-        items = catalog(shape, "value", 2)
+        items = catalog(shape, "value", pipeline(2))
         assert items[-1].hf == ("score.weight",)
         assert items[-1].slicing.shapes == ((1, 16),)
         assert not any("lm_head.weight" in item.hf or item.is_copy for item in items)
@@ -82,7 +87,7 @@ def test_value_head_replaces_the_output_layer_and_unties() -> None:
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(LayoutError, match="8 layers"):
-        catalog(SHAPE, "lm", 3)
+        catalog(SHAPE, "lm", pipeline(3))
 
 
 def test_unknown_family_is_refused() -> None:
