@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from rlhf_megatron.config.base import Node
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -68,6 +69,18 @@ class MegatronConfig(Node):
     """Whether gradient buffers are given back while the role is idle. Not for the reference, which has none."""
     optimizer_offload: bool = False
     """Whether optimizer state is in host memory while the role is idle. Not for the reference, which has none."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Activations that the backward pass computes again: whole layers, or parts of each; null keeps all in memory."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Full recompute: in units of so many layers, or only the first so many layers of each stage."""
+    recompute_num_layers: PositiveInt | None = None
+    """That number of layers."""
+    recompute_modules: list[RecomputeModule] | None = None
+    """Selective recompute: which parts of a layer; core_attn when null."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """8-bit matrix products by Transformer Engine; hybrid computes gradients in e5m2."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """How scaling factors of fp8 are found."""
 
 
 class OptimConfig(Node):
@@ -91,6 +104,10 @@ class OptimConfig(Node):
     """Optimizer steps, warm-up included, at which `min_lr` is reached; needed unless constant."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
+    optimizer_cpu_offload: bool = False
+    """Whether Adam runs on the host, where its state then always is (GPU only)."""
+    optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the optimizer for which it does."""
 
 
 class TrainedRole(Node):

@@ -102,6 +102,7 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
     rl = issubclass(schema, PPOConfig)
     per_role = [
         *validate_layout.ROLE_RULES,
+        *validate_memory.ROLE_RULES,
         *(validate_batches.PPO_ROLE_RULES if rl else validate_batches.SFT_ROLE_RULES),
         *validate_effects.ROLE_RULES,
     ]

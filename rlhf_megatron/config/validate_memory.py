@@ -1,9 +1,134 @@
-"""Rules about what makes a role's memory smaller: offload."""
+"""Rules about memory and precision: offload, recompute, fp8, the optimizer on the host.
+
+Those about recompute and fp8 are Megatron-Core's own (read from 0.16.1, ``TransformerConfig.__post_init__``), found
+here before anything is started.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf_megatron.config.rules import Role, divisors, facts_of, get, is_set, listed, model_folder
 from rlhf_megatron.errors import Violation
+
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+
+
+def recompute_is_whole(config: Any, role: Role) -> Iterator[Violation]:
+    """Each granularity has settings of its own, and needs them."""
+    megatron = get(config, role.megatron)
+    if megatron is None:
+        return
+    granularity = megatron.recompute_granularity
+    if role.optim is None:
+        yield from _without_effect(role, megatron, _RECOMPUTE, "the role is not trained")
+    elif granularity is None:
+        yield from _without_effect(role, megatron, _RECOMPUTE[1:], f"{role.megatron}.recompute_granularity is null")
+    elif granularity == "selective":
+        reason = f"{role.megatron}.recompute_granularity is selective"
+        yield from _without_effect(role, megatron, _RECOMPUTE[1:3], reason)
+    else:
+        reason = f"{role.megatron}.recompute_granularity is full"
+        yield from _without_effect(role, megatron, _RECOMPUTE[3:], reason)
+        for name, fix in (
+            ("recompute_method", "uniform (units of so many layers) or block (only so many layers of each stage)"),
+            ("recompute_num_layers", "1, which saves most memory, or to more"),
+        ):
+            if getattr(megatron, name) is None:
+                yield Violation(
+                    f"{role.megatron}.{name}",
+                    None,
+                    "is needed when recompute_granularity is full.",
+                    f"Set it to {fix}.",
+                )
+
+
+def recompute_fits_stages(config: Any, role: Role) -> Iterator[Violation]:
+    """Units must fill a stage; no stage has more layers than it has. Uneven stages are checked when built."""
+    megatron = get(config, role.megatron)
+    if megatron is None or megatron.recompute_granularity != "full" or megatron.recompute_num_layers is None:
+        return
+    facts = facts_of(model_folder(config, role)[1])
+    pp = megatron.pipeline_model_parallel_size
+    pieces = pp * (megatron.virtual_pipeline_model_parallel_size or 1 if pp > 1 else 1)
+    uneven = any(getattr(megatron, name, None) is not None for name in _UNEVEN)
+    if facts is None or uneven or facts.num_layers % pieces:
+        return
+    layers, number = facts.num_layers // pieces, megatron.recompute_num_layers
+    key = f"{role.megatron}.recompute_num_layers"
+    if megatron.recompute_method == "uniform" and layers % number:
+        rule = f"must divide the {layers} layers of each pipeline stage or chunk when recompute_method is uniform."
+        yield Violation(key, number, rule, f"Choose {listed(divisors(layers))}.")
+    elif megatron.recompute_method == "block" and number > layers:
+        rule = f"must not exceed the {layers} layers of each pipeline stage or chunk."
+        yield Violation(key, number, rule, f"Choose at most {layers}.")
+
+
+def recompute_modules_exist(config: Any, role: Role) -> Iterator[Violation]:
+    """What is to be recomputed must be there, and must be recomputable in fp8."""
+    megatron = get(config, role.megatron)
+    if megatron is None or not megatron.recompute_modules:
+        return
+    key, modules = f"{role.megatron}.recompute_modules", megatron.recompute_modules
+    facts = facts_of(model_folder(config, role)[1])
+    has_experts = bool(getattr(facts, "num_experts", 0))
+    absent = [name for name in modules if name.startswith("moe")] if facts is not None and not has_experts else []
+    if absent:
+        rule = f"has {listed(absent)}, but the model has no experts."
+        yield Violation(key, modules, rule, "Choose among core_attn, layernorm and mlp.")
+    unscaled = [name for name in modules if name in ("layernorm", "moe_act")]
+    if unscaled and megatron.fp8 is not None and megatron.fp8_recipe == "delayed":
+        rule = f"has {listed(unscaled)}, which cannot be recomputed with the delayed scaling of fp8."
+        yield Violation(key, modules, rule, f"Set {role.megatron}.fp8_recipe=tensorwise, or leave it out.")
+
+
+def fp8_needs(config: Any, role: Role) -> Iterator[Violation]:
+    """fp8 is Transformer Engine's, over bf16."""
+    megatron = get(config, role.megatron)
+    if megatron is None:
+        return
+    key = f"{role.megatron}.fp8"
+    if megatron.fp8 is None:
+        if is_set(config, f"{role.megatron}.fp8_recipe"):
+            yield from _without_effect(role, megatron, ("fp8_recipe",), f"{key} is null")
+        return
+    for name, needed in (("transformer_impl", "transformer_engine"), ("dtype", "bfloat16")):
+        if getattr(megatron, name) != needed:
+            rule = f"needs {role.megatron}.{name}={needed}, and it is {getattr(megatron, name)}."
+            yield Violation(key, megatron.fp8, rule, f"Set {role.megatron}.{name}={needed}, or leave fp8 out.")
+    if config.trainer.device == "cpu":
+        yield Violation(key, megatron.fp8, "needs a GPU, and trainer.device is cpu.", f"Take it out with ~{key}.")
+
+
+def optimizer_on_host(config: Any, role: Role) -> Iterator[Violation]:
+    """Megatron's hybrid optimizer moves what is on a GPU, in shards of the distributed optimizer."""
+    if role.optim is None:
+        return
+    optim, megatron = get(config, role.optim), get(config, role.megatron)
+    key, fraction = f"{role.optim}.optimizer_cpu_offload", f"{role.optim}.optimizer_offload_fraction"
+    if not optim.optimizer_cpu_offload:
+        if is_set(config, fraction):
+            yield Violation(
+                fraction,
+                optim.optimizer_offload_fraction,
+                f"has no effect while {key} is false.",
+                f"Set {key}=true, or take it out with ~{fraction}.",
+            )
+        return
+    if config.trainer.device == "cpu":
+        rule = "needs a GPU, and trainer.device is cpu, where the optimizer is on the host anyway."
+        yield Violation(key, True, rule, f"Take it out with ~{key}.")
+    if not megatron.use_distributed_optimizer:
+        rule = f"needs {role.megatron}.use_distributed_optimizer=true."
+        yield Violation(key, True, rule, f"Set it, or take this out with ~{key}.")
+    if megatron.optimizer_offload and optim.optimizer_offload_fraction == 1:
+        leaf = f"{role.megatron}.optimizer_offload"
+        rule = f"has no effect while {key} is true for the whole optimizer, whose state never is on the GPU."
+        yield Violation(leaf, True, rule, f"Take it out with ~{leaf}.")
 
 
 def offload_for_someone(config: Any) -> Iterator[Violation]:
@@ -18,5 +143,15 @@ def offload_for_someone(config: Any) -> Iterator[Violation]:
             )
 
 
+def _without_effect(role: Role, megatron: Any, names: tuple[str, ...], reason: str) -> Iterator[Violation]:
+    for name in names:
+        value = getattr(megatron, name)
+        if value is not None:
+            leaf = f"{role.megatron}.{name}"
+            yield Violation(leaf, value, f"has no effect: {reason}.", f"Take it out with ~{leaf}.")
+
+
+ROLE_RULES = (recompute_is_whole, recompute_fits_stages, recompute_modules_exist, fp8_needs, optimizer_on_host)
+"""Rules about each role of a root."""
 SFT_RULES = (offload_for_someone,)
 """Rules about a run of supervised fine-tuning."""

@@ -30,6 +30,7 @@ from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.build import Head, build_model, forward_chunk
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.models.megatron_config import tokens_multiple
 from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum, broadcast_object
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.parallel.megatron_globals import MegatronContext
@@ -92,7 +93,7 @@ class MegatronEngine:
         self.shape = ModelShape.from_folder(spec.folder, trust_remote_code=spec.trust_remote_code)
         self.context = MegatronContext(groups, seed=spec.seed, name=spec.name, device=runtime.device)
         self._device = runtime.device
-        self._sequence_multiple = self.layout.tp if spec.megatron.sequence_parallel else 1
+        self._sequence_multiple = tokens_multiple(spec.megatron)
         dtype = torch.bfloat16 if spec.megatron.dtype == "bfloat16" else torch.float32
         with self.context.active():
             self.chunks = build_model(self.shape, spec.megatron, groups, head=spec.head, dtype=dtype, seed=spec.seed)

@@ -1,6 +1,7 @@
 """Megatron's data-parallel wrapper, optimizer and learning-rate schedule, as one object with a guarded step.
 
-Left out: loss scaling for fp16 (training is in fp32 or bf16) and overlap of communication with the backward pass.
+Left out: loss scaling for fp16 (training is in fp32 or bf16) and overlap of communication with the backward pass. The
+optimizer on the host (`optimizer_cpu_offload`) is Megatron's own; it needs a GPU and has not been run.
 """
 
 import math
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
-from rlhf_megatron.errors import NonFiniteError
+from rlhf_megatron.errors import ConfigError, NonFiniteError, Violation
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.parallel.groups import Groups
 
@@ -62,6 +64,9 @@ class TrainableChunks:
         self._max_nonfinite_steps = max_nonfinite_steps
         self._nonfinite_in_a_row = 0
         self.skipped_steps = 0
+        if optim.optimizer_cpu_offload and next(chunks[0].parameters()).device.type == "cpu":
+            rule = "needs a GPU, and the model is on a CPU, where Megatron's hybrid optimizer finds nothing to move."
+            raise ConfigError([Violation("optim.optimizer_cpu_offload", True, rule, "Leave it out.")])
         self.modules = [self._wrap(chunk, megatron, groups) for chunk in chunks]
         bf16 = megatron.dtype == "bfloat16"
         config = OptimizerConfig(
@@ -76,6 +81,11 @@ class TrainableChunks:
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
+            optimizer_cpu_offload=optim.optimizer_cpu_offload,
+            optimizer_offload_fraction=optim.optimizer_offload_fraction,
+            # As in Megatron's own scripts: the hybrid optimizer then keeps the only fp32 masters.
+            use_precision_aware_optimizer=optim.optimizer_cpu_offload,
+            fp8_recipe=megatron.fp8_recipe if megatron.fp8 else None,
         )
         self.optimizer = get_megatron_optimizer(
             config,
@@ -134,7 +144,8 @@ class TrainableChunks:
         grad_norm = float(self.optimizer.get_grad_norm())
         applied = math.isfinite(grad_norm)
         if applied:
-            self.optimizer.step()
+            self._clip(grad_norm)
+            self.optimizer.step_with_ready_grads()
             self._nonfinite_in_a_row = 0
         else:
             self.skipped_steps += 1
@@ -147,3 +158,13 @@ class TrainableChunks:
                 )
         self.scheduler.step(1)
         return StepResult(grad_norm=grad_norm, lr=float(lr), applied=applied)
+
+    def _clip(self, grad_norm: float) -> None:
+        """Scales the gradients, as Megatron's own step does after it has found the norm (read from 0.16.1).
+
+        Its step does not look at the norm before it applies the gradients, hence the parts of it one by one.
+        """
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if parameters := optimizer.get_parameters():
+                decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, grad_norm, decoupled)

@@ -104,7 +104,41 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch
         apply_rope_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
+        recompute_granularity=megatron.recompute_granularity,
+        recompute_method=megatron.recompute_method,
+        recompute_num_layers=megatron.recompute_num_layers,
+        recompute_modules=megatron.recompute_modules,
+        fp8=megatron.fp8,
+        fp8_recipe=megatron.fp8_recipe,
     )
+
+
+def tokens_multiple(megatron: MegatronConfig) -> int:
+    """What the tokens of one pass, over the ranks that share a sequence, must be a multiple of. Pure.
+
+    Sequence parallelism deals whole tokens to its ranks; fp8 kernels want 16 (mxfp8: 32) tokens on each rank (read from
+    megatron-core 0.16.1, ``get_fp8_align_size``; fp8 has not been run).
+
+    Args:
+        megatron: The role's parallel settings.
+    """
+    on_each = 1 if megatron.fp8 is None else 32 if megatron.fp8_recipe == "mxfp8" else 16
+    return on_each * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
+
+
+def recompute_violation(megatron: MegatronConfig, num_layers: int, key: str) -> Violation | None:
+    """What is wrong with recomputing a chunk in units that do not fill it: Megatron would run past its last layer.
+
+    Args:
+        megatron: The role's parallel settings.
+        num_layers: Layers of the chunk.
+        key: Dotted path of those settings.
+    """
+    unit = megatron.recompute_num_layers or 1
+    if megatron.recompute_method != "uniform" or num_layers % unit == 0:
+        return None
+    rule = f"must divide the layers of each pipeline stage or chunk, one of which has {num_layers}."
+    return Violation(f"{key}.recompute_num_layers", unit, rule, "Set it to 1, or recompute_method to block.")
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:

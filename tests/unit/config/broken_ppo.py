@@ -54,6 +54,89 @@ TWO_STAGES = ("critic.megatron.pipeline_model_parallel_size=2",)
 ADAPTIVE_KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
 """A KL controller with a horizon."""
 
+FULL = "actor.megatron.recompute_granularity=full"
+UNIFORM, BLOCK = (f"actor.megatron.recompute_method={method}" for method in ("uniform", "block"))
+FP8 = (
+    "trainer.device=cuda",
+    "actor.megatron.fp8=hybrid",
+    "actor.megatron.transformer_impl=transformer_engine",
+)
+ON_HOST = ("trainer.device=cuda", "actor.optim.optimizer_cpu_offload=true")
+
+MEMORY = (
+    case("actor.megatron.recompute_method", (FULL, "actor.megatron.recompute_num_layers=1"), "is needed", "uniform"),
+    case("actor.megatron.recompute_num_layers", (FULL, UNIFORM), "is needed", "1, which saves most"),
+    # The model has 6 layers.
+    case(
+        "actor.megatron.recompute_num_layers",
+        (FULL, UNIFORM, "actor.megatron.recompute_num_layers=4"),
+        "must divide the 6 layers",
+        "1, 2, 3 or 6",
+    ),
+    case(
+        "actor.megatron.recompute_num_layers",
+        (FULL, BLOCK, "actor.megatron.recompute_num_layers=7"),
+        "must not exceed the 6 layers",
+    ),
+    case(
+        "actor.megatron.recompute_modules",
+        (FULL, BLOCK, "actor.megatron.recompute_num_layers=1", "actor.megatron.recompute_modules=[mlp]"),
+        "recompute_granularity is full",
+    ),
+    case("critic.megatron.recompute_method", "critic.megatron.recompute_method=block", "granularity is null"),
+    case(
+        "actor.megatron.recompute_num_layers",
+        ("actor.megatron.recompute_granularity=selective", "actor.megatron.recompute_num_layers=2"),
+        "recompute_granularity is selective",
+    ),
+    case(
+        "actor.megatron.recompute_modules",
+        ("actor.megatron.recompute_granularity=selective", "actor.megatron.recompute_modules=[moe]"),
+        "has moe, but the model has no experts",
+    ),
+    case(
+        "ref.megatron.recompute_granularity",
+        "ref.megatron.recompute_granularity=selective",
+        "the role is not trained",
+    ),
+    case(
+        "actor.megatron.recompute_modules",
+        (
+            *FP8,
+            "actor.megatron.recompute_granularity=selective",
+            "actor.megatron.recompute_modules=[layernorm]",
+        ),
+        "delayed scaling",
+        "fp8_recipe=tensorwise",
+    ),
+    case("actor.megatron.fp8_recipe", "actor.megatron.fp8_recipe=mxfp8", "actor.megatron.fp8 is null"),
+    case("actor.megatron.fp8", (*FP8[:2],), "needs actor.megatron.transformer_impl=transformer_engine", "it is auto"),
+    case("actor.megatron.fp8", (*FP8, "actor.megatron.dtype=float32"), "needs actor.megatron.dtype=bfloat16"),
+    case(
+        "actor.megatron.fp8",
+        (*FP8, "trainer.device=cpu"),
+        "needs a GPU",
+        also=("transformer_impl",),
+    ),
+    case(
+        "actor.optim.optimizer_offload_fraction",
+        "actor.optim.optimizer_offload_fraction=0.5",
+        "actor.optim.optimizer_cpu_offload is false",
+    ),
+    case("actor.optim.optimizer_offload_fraction", (*ON_HOST, "actor.optim.optimizer_offload_fraction=0"), "0"),
+    case("critic.optim.optimizer_cpu_offload", "critic.optim.optimizer_cpu_offload=true", "needs a GPU"),
+    case(
+        "actor.optim.optimizer_cpu_offload",
+        (*ON_HOST, "actor.megatron.use_distributed_optimizer=false"),
+        "needs actor.megatron.use_distributed_optimizer=true",
+    ),
+    case(
+        "actor.megatron.optimizer_offload",
+        (*ON_HOST, "actor.megatron.optimizer_offload=true"),
+        "has no effect while actor.optim.optimizer_cpu_offload is true",
+    ),
+)
+
 SYNTAX = (
     case("actor.optim.lr", "actor.optim.lr=[1", "cannot be read", "key=value"),
     case("actor.optim.lr", "actor.optim.lr", "cannot be read", "EQUAL"),
@@ -326,6 +409,7 @@ EFFECTS = (
     ),
     case("ref.megatron.grad_offload", "ref.megatron.grad_offload=true", "no gradients", "~ref.megatron.grad_offload"),
     case("ref.megatron.optimizer_offload", "ref.megatron.optimizer_offload=true", "has no optimizer"),
+    *MEMORY,
     case(
         "algorithm.kl_ctrl.horizon",
         # 64 x 5 = 320 samples, a fifth of which is 64.
@@ -381,6 +465,13 @@ WHOLE = (
     ("trainer.total_training_steps=10",),
     ("trainer.total_training_steps=null", "trainer.total_epochs=3"),
     ("actor.megatron.use_distributed_optimizer=false",),
+    (FULL, UNIFORM, "actor.megatron.recompute_num_layers=3"),
+    (FULL, BLOCK, "actor.megatron.recompute_num_layers=6"),
+    ("actor.megatron.recompute_granularity=selective", "actor.megatron.recompute_modules=[core_attn,mlp,layernorm]"),
+    FP8,
+    (*FP8, "actor.megatron.fp8_recipe=blockwise"),
+    ON_HOST,
+    (*ON_HOST, "actor.optim.optimizer_offload_fraction=0.5", "actor.megatron.optimizer_offload=true"),
     ("actor.megatron.param_offload=true", "critic.megatron.grad_offload=true", "ref.megatron.param_offload=true"),
     ("actor.megatron.virtual_pipeline_model_parallel_size=null", "critic.megatron.expert_tensor_parallel_size=null"),
     (*TWO_STAGES, "critic.megatron.virtual_pipeline_model_parallel_size=3"),
