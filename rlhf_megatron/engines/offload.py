@@ -191,13 +191,9 @@ class RoleMemory:
                 yield from chunk.parameters()
 
         def gradients() -> Iterator[Tensor]:
+            # The main parameters' gradients are views of these, since they are reduced in fp32.
             for buffer in _buffers(trainable):
                 yield buffer.grad_data
-            # Mostly views of the buffers; not where an optimizer keeps gradients in another type.
-            for tensor in _optimizer_tensors(trainable):
-                for gradient in (tensor.grad, getattr(tensor, "decoupled_grad", None)):
-                    if gradient is not None:
-                        yield gradient
 
         def state() -> Iterator[Tensor]:
             # In fp32 the optimizer's parameters are the model's, or views of them.

@@ -24,6 +24,14 @@ from rlhf_megatron.parallel.groups import Groups
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
+if not hasattr(megatron_random, "FP8GlobalStateManager"):
+    # The same of the recompute of norms, which asks whether fp8 is on even where it cannot be.
+    vars(megatron_random).update(
+        FP8GlobalStateManager=types.SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None),
+        activation_recompute_forward=lambda **_: contextlib.nullcontext(),
+        fp8_autocast=lambda **_: contextlib.nullcontext(),
+    )
+
 _active: "MegatronContext | None" = None
 # Scratch memory of collectives inside of one operation, so all roles can use the same.
 _scratch = GlobalMemoryBuffer()

@@ -125,3 +125,27 @@ def swap_while_used(folder: str) -> str:
             return "allowed"
     except RuntimeError as error:
         return str(error)
+
+
+def forward_calls(folder: str, options: dict[str, Any]) -> tuple[dict[str, list[int]], int]:
+    """Forward calls of each local layer and of parts of it in one training step; and the number of micro-batches."""
+    trained = Trained(folder, options)
+    counts: dict[str, list[int]] = {}
+    for chunk in trained.engine.chunks:
+        for layer in chunk.decoder.layers:
+            parts = {
+                "layer": layer,
+                "core_attn": layer.self_attention.core_attention,
+                "layernorm": layer.input_layernorm,
+                "mlp": layer.mlp,
+            }
+            for name, module in parts.items():
+                calls = counts.setdefault(name, [])
+                calls.append(0)
+
+                def count(*_: Any, calls: list[int] = calls, at: int = len(calls) - 1) -> None:
+                    calls[at] += 1
+
+                module.register_forward_hook(count)
+    trained.step()
+    return counts, len(trained.rows) // 2
