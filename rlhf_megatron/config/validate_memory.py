@@ -5,17 +5,14 @@ here before anything is started.
 """
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
+from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.rules import Role, divisors, facts_of, get, is_set, listed, model_folder
 from rlhf_megatron.errors import Violation
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-_UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
 
 
 def recompute_is_whole(config: Any, role: Role) -> Iterator[Violation]:
@@ -48,24 +45,37 @@ def recompute_is_whole(config: Any, role: Role) -> Iterator[Violation]:
 
 
 def recompute_fits_stages(config: Any, role: Role) -> Iterator[Violation]:
-    """Units must fill a stage; no stage has more layers than it has. Uneven stages are checked when built."""
+    """The number of layers must suit the stages."""
     megatron = get(config, role.megatron)
-    if megatron is None or megatron.recompute_granularity != "full" or megatron.recompute_num_layers is None:
-        return
     facts = facts_of(model_folder(config, role)[1])
-    pp = megatron.pipeline_model_parallel_size
-    pieces = pp * (megatron.virtual_pipeline_model_parallel_size or 1 if pp > 1 else 1)
-    uneven = any(getattr(megatron, name, None) is not None for name in _UNEVEN)
-    if facts is None or uneven or facts.num_layers % pieces:
-        return
-    layers, number = facts.num_layers // pieces, megatron.recompute_num_layers
-    key = f"{role.megatron}.recompute_num_layers"
-    if megatron.recompute_method == "uniform" and layers % number:
-        rule = f"must divide the {layers} layers of each pipeline stage or chunk when recompute_method is uniform."
-        yield Violation(key, number, rule, f"Choose {listed(divisors(layers))}.")
-    elif megatron.recompute_method == "block" and number > layers:
-        rule = f"must not exceed the {layers} layers of each pipeline stage or chunk."
-        yield Violation(key, number, rule, f"Choose at most {layers}.")
+    if megatron is not None and facts is not None and role.optim is not None:
+        yield from recompute_violations(megatron, role.megatron, facts.num_layers)
+
+
+def recompute_violations(megatron: Any, key: str, num_layers: int) -> list[Violation]:
+    """What is wrong with the layers of full recompute. Pure.
+
+    Units must fill every model chunk (Megatron-Core 0.16.1 would index past its last layer), and no chunk can recompute
+    more layers than it has.
+
+    Args:
+        megatron: A role's parallel settings.
+        key: Their dotted path.
+        num_layers: Layers of the model.
+    """
+    number = megatron.recompute_num_layers
+    shape = PipelineShape.from_config(megatron)
+    if megatron.recompute_granularity != "full" or number is None or pipeline_violations(shape, key, num_layers, ""):
+        return []
+    chunks = sorted({count for row in shape.counts(num_layers) for count in row})
+    leaf = f"{key}.recompute_num_layers"
+    if megatron.recompute_method == "uniform" and any(count % number for count in chunks):
+        rule = f"must divide the {' and '.join(map(str, chunks))} layers of a stage or model chunk (uniform)."
+        return [Violation(leaf, number, rule, f"Choose {listed(divisors(gcd(*chunks)))}.")]
+    if megatron.recompute_method == "block" and number > chunks[-1]:
+        rule = f"must not exceed the {chunks[-1]} layers of a stage or model chunk."
+        return [Violation(leaf, number, rule, f"Choose at most {chunks[-1]}.")]
+    return []
 
 
 def recompute_modules_exist(config: Any, role: Role) -> Iterator[Violation]:

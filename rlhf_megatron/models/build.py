@@ -11,7 +11,7 @@ from rlhf_megatron.config.roles import MegatronConfig
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.models.layer_specs import layer_submodules, resolve_implementation
-from rlhf_megatron.models.megatron_config import layout_violations, recompute_violation, transformer_config
+from rlhf_megatron.models.megatron_config import layout_violations, transformer_config
 from rlhf_megatron.models.rotary import ScaledRotaryEmbedding
 from rlhf_megatron.models.value_head import ValueHead
 from rlhf_megatron.models.vocabulary import padded_vocab_size
@@ -82,9 +82,6 @@ def build_model(
         )
         chunk.rotary_pos_emb = ScaledRotaryEmbedding(shape.head_dim, shape.rope, groups.cp)
         chunk.head = head
-        uneven = recompute_violation(megatron, chunk.decoder.num_layers_per_pipeline_rank, "megatron")
-        if uneven is not None:
-            raise LayoutError(str(uneven))
         if is_last and head == "value":
             chunk.output_layer = ValueHead(config, shape.initializer_range, seed, groups.tp)
         chunks.append(chunk)

@@ -8,6 +8,7 @@ import torch
 from rlhf_megatron.config.hf_facts import kv_heads_fit, qkv_rows
 from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.roles import MegatronConfig
+from rlhf_megatron.config.validate_memory import recompute_violations
 from rlhf_megatron.errors import Violation
 from rlhf_megatron.models.hf_config import ModelShape
 
@@ -38,7 +39,8 @@ def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> 
     tensor_rule(fused % tp == 0, f"must divide the {fused} rows of query, key and value.", "Choose a divisor.")
     ffn_rule = f"must divide the model's MLP size {shape.ffn_hidden_size}."
     tensor_rule(shape.ffn_hidden_size % tp == 0, ffn_rule, "Choose a divisor.")
-    return found + pipeline_violations(PipelineShape.from_config(megatron), key, shape.num_layers, "the model")
+    found += pipeline_violations(PipelineShape.from_config(megatron), key, shape.num_layers, "the model")
+    return found + recompute_violations(megatron, key, shape.num_layers)
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch.dtype) -> "TransformerConfig":
@@ -124,21 +126,6 @@ def tokens_multiple(megatron: MegatronConfig) -> int:
     """
     on_each = 1 if megatron.fp8 is None else 32 if megatron.fp8_recipe == "mxfp8" else 16
     return on_each * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
-
-
-def recompute_violation(megatron: MegatronConfig, num_layers: int, key: str) -> Violation | None:
-    """What is wrong with recomputing a chunk in units that do not fill it: Megatron would run past its last layer.
-
-    Args:
-        megatron: The role's parallel settings.
-        num_layers: Layers of the chunk.
-        key: Dotted path of those settings.
-    """
-    unit = megatron.recompute_num_layers or 1
-    if megatron.recompute_method != "uniform" or num_layers % unit == 0:
-        return None
-    rule = f"must divide the layers of each pipeline stage or chunk, one of which has {num_layers}."
-    return Violation(f"{key}.recompute_num_layers", unit, rule, "Set it to 1, or recompute_method to block.")
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:

@@ -72,5 +72,5 @@ def test_it_computes_again(world2: Any, folder: str, recompute: dict[str, Any], 
 
 def test_units_that_do_not_fill_a_stage_are_refused_when_it_is_built(world2: Any, folder: str) -> None:
     """The configuration finds it where stages are even; Megatron itself would index past the last layer."""
-    with pytest.raises(AssertionError, match=r"LayoutError: .*recompute_num_layers.*one of which has 4"):
+    with pytest.raises(AssertionError, match=r"LayoutError: .*recompute_num_layers.*must divide the 4 layers"):
         world2.run(HISTORY, folder, layout(1, 1, **(FULL | {"recompute_num_layers": 3})), 1)

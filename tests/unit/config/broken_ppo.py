@@ -79,6 +79,18 @@ MEMORY = (
         "must not exceed the 6 layers",
     ),
     case(
+        "actor.megatron.recompute_num_layers",
+        (
+            FULL,
+            UNIFORM,
+            "actor.megatron.recompute_num_layers=3",
+            "parallel@actor.megatron=tp1_pp2",
+            "actor.megatron.num_layers_in_first_pipeline_stage=2",
+        ),
+        "must divide the 2 and 4 layers",
+        "Choose 1 or 2",
+    ),
+    case(
         "actor.megatron.recompute_modules",
         (FULL, BLOCK, "actor.megatron.recompute_num_layers=1", "actor.megatron.recompute_modules=[mlp]"),
         "recompute_granularity is full",
