@@ -55,6 +55,10 @@ class SFTDataConfig(Node):
     """Rows per optimizer step, over all ranks."""
     micro_batch_size_per_gpu: PositiveInt = 8
     """Rows per forward and backward pass on one rank."""
+    use_dynamic_bsz: bool = False
+    """Whether passes are filled up to a number of tokens, in place of a number of rows."""
+    max_token_len_per_gpu: PositiveInt = 8192
+    """Tokens per forward and backward pass on one rank, when `use_dynamic_bsz`."""
     shuffle: bool = True
     """Whether each epoch has its own order."""
     seed: NonNegativeInt = 1

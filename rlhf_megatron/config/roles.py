@@ -59,6 +59,8 @@ class MegatronConfig(Node):
     """Whether norms and dropout are split along the sequence over the tensor-parallel ranks (no effect at 1)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of parameters and activations; bfloat16 keeps fp32 master weights in the optimizer."""
+    use_remove_padding: bool = True
+    """Whether a micro-batch's rows are packed one after another instead of padded to the longest."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Layer kernels: Transformer Engine or plain torch; auto takes the former on GPUs where it is installed."""
     use_distributed_optimizer: bool = True
@@ -121,6 +123,11 @@ class TrainedRole(Node):
     """Prompts per optimizer step, over all ranks (each counts `rollout.n` samples)."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
     """Samples per forward and backward pass on one rank. Changes memory and speed, never the result."""
+    use_dynamic_bsz: bool = False
+    """Whether micro-batches are filled up to a number of tokens, in place of a number of samples."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Tokens per forward and backward pass on one rank, when `use_dynamic_bsz`; a pass over sequences that are shared
+    by context-parallel ranks holds that many on each."""
     ppo_epochs: PositiveInt = 1
     """Passes over each step's samples."""
     shuffle: bool = False
@@ -161,6 +168,8 @@ class CriticConfig(TrainedRole):
     """Largest move of a value away from the one at rollout time that the loss still rewards."""
     forward_micro_batch_size_per_gpu: PositiveInt | None = None
     """Samples per forward-only pass on one rank; the training micro-batch when null."""
+    forward_max_token_len_per_gpu: PositiveInt | None = None
+    """Tokens per forward-only pass on one rank, when `use_dynamic_bsz`; those of a training pass when null."""
 
 
 class RefConfig(Node):
@@ -170,3 +179,7 @@ class RefConfig(Node):
     """Parallel layout and Megatron settings."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Samples per forward pass on one rank."""
+    log_prob_use_dynamic_bsz: bool = False
+    """Whether forward passes are filled up to a number of tokens, in place of a number of samples."""
+    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    """Tokens per forward pass on one rank, when `log_prob_use_dynamic_bsz`."""

@@ -61,6 +61,10 @@ class RolloutConfig(Node):
     """Whether vLLM gives its memory back between rollouts (GPU only)."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Samples per forward pass when the actor scores the answers."""
+    log_prob_use_dynamic_bsz: bool = False
+    """Whether those passes are filled up to a number of tokens, in place of a number of samples."""
+    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    """Tokens per such pass on one rank, when `log_prob_use_dynamic_bsz`."""
     update_weights_bucket_megabytes: PositiveInt = 512
     """Largest bucket of full tensors that weight sync holds at once, in MiB."""
     val_kwargs: SamplingConfig = SamplingConfig()

@@ -57,6 +57,8 @@ class LoopConfig(Node):
 class TrainerConfig(LoopConfig):
     """The loop of online RL."""
 
+    balance_batch: bool = True
+    """Whether samples are dealt to data-parallel ranks by length, so that all have as many tokens to compute."""
     critic_warmup: NonNegativeInt = 0
     """First steps in which only the critic is trained."""
     log_samples: NonNegativeInt = 8

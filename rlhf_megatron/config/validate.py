@@ -111,7 +111,7 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
         *(validate_batches.PPO_RULES if rl else validate_batches.SFT_RULES),
         *(() if rl else validate_memory.SFT_RULES),
         *validate_effects.COMMON_RULES,
-        *(validate_effects.PPO_RULES if rl else ()),
+        *(validate_effects.PPO_RULES if rl else validate_effects.SFT_RULES),
     ]
     if check_files:
         per_role += validate_files.ROLE_RULES

@@ -99,6 +99,49 @@ def sft_lengths(config: Any) -> Iterator[Violation]:
         )
 
 
+def token_budgets(config: Any) -> Iterator[Violation]:
+    """A micro-batch that is filled up to a number of tokens must hold the longest sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    text = f"data.max_prompt_length + data.max_response_length = {longest}"
+    for switch, leaf, megatron in _BUDGETS:
+        if get(config, switch) and get(config, leaf) is not None:
+            yield from _holds_longest(config, leaf, megatron, longest, text)
+
+
+def sft_token_budget(config: Any) -> Iterator[Violation]:
+    """A micro-batch that is filled up to a number of tokens must hold the longest row."""
+    if config.data.use_dynamic_bsz:
+        longest = config.data.max_length
+        yield from _holds_longest(
+            config, "data.max_token_len_per_gpu", "megatron", longest, f"data.max_length {longest}"
+        )
+
+
+_BUDGETS = (
+    ("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", "actor.megatron"),
+    ("critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.megatron"),
+    ("critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu", "critic.megatron"),
+    ("rollout.log_prob_use_dynamic_bsz", "rollout.log_prob_max_token_len_per_gpu", "actor.megatron"),
+    ("ref.log_prob_use_dynamic_bsz", "ref.log_prob_max_token_len_per_gpu", "ref.megatron"),
+)
+"""Switch, leaf with the tokens, and the layout of the role that runs."""
+
+
+def _holds_longest(config: Any, leaf: str, megatron: str, longest: int, text: str) -> Iterator[Violation]:
+    layout = get(config, megatron)
+    cp = 1 if layout is None else layout.context_parallel_size
+    # Each context-parallel rank has two pieces of equal length of a sequence.
+    padded = longest if cp == 1 else -(-longest // (2 * cp)) * 2 * cp
+    if get(config, leaf) * cp < padded:
+        shared = "" if cp == 1 else f", shared by {cp} context-parallel ranks"
+        yield Violation(
+            leaf,
+            get(config, leaf),
+            f"must hold the longest sequence, {text} tokens{shared}.",
+            f"Set it to {padded // cp} or more.",
+        )
+
+
 def sampling(config: Any) -> Iterator[Violation]:
     """The trainer scores the whole distribution at the sampling temperature, so that is what must be sampled from."""
     if config.rollout.temperature == 0:
@@ -133,9 +176,9 @@ def scheduler(config: Any) -> Iterator[Violation]:
 
 PPO_ROLE_RULES = (step_over_shards, mini_batches_fill_step, mini_batch_over_shards)
 """Rules about each role of a PPO run."""
-PPO_RULES = (lengths, sampling, scheduler)
+PPO_RULES = (lengths, token_budgets, sampling, scheduler)
 """Rules about a PPO run."""
 SFT_ROLE_RULES = (sft_batch_over_shards,)
 """Rules about the model of a fine-tuning run."""
-SFT_RULES = (sft_lengths,)
+SFT_RULES = (sft_lengths, sft_token_budget)
 """Rules about a fine-tuning run."""

@@ -61,7 +61,36 @@ _NO_REWARD_FILE = ("reward.custom_reward_function.path is null", "Give reward.cu
 _NO_GPU = ("trainer.device is cpu", "Set trainer.device=cuda")
 _NO_REF = ("ref is null", "Choose a layout for it: parallel@ref.megatron=...")
 
+
+def _limits(switch: str, rows: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[Needs, ...]:
+    """Micro-batches are limited in rows or in tokens: the leaves of the other kind do nothing."""
+
+    def dynamic(config: Any) -> bool:
+        return bool(get(config, switch))
+
+    return (
+        *(Needs(leaf, lambda c: not dynamic(c), f"{switch} is true", f"Use {tokens[-1]}") for leaf in rows),
+        *(Needs(leaf, dynamic, f"{switch} is false", f"Set {switch}=true") for leaf in tokens),
+    )
+
+
 PPO_NEEDS = (
+    *_limits("actor.use_dynamic_bsz", ("actor.ppo_micro_batch_size_per_gpu",), ("actor.ppo_max_token_len_per_gpu",)),
+    *_limits(
+        "critic.use_dynamic_bsz",
+        ("critic.ppo_micro_batch_size_per_gpu", "critic.forward_micro_batch_size_per_gpu"),
+        ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    ),
+    *_limits(
+        "rollout.log_prob_use_dynamic_bsz",
+        ("rollout.log_prob_micro_batch_size_per_gpu",),
+        ("rollout.log_prob_max_token_len_per_gpu",),
+    ),
+    *_limits(
+        "ref.log_prob_use_dynamic_bsz",
+        ("ref.log_prob_micro_batch_size_per_gpu",),
+        ("ref.log_prob_max_token_len_per_gpu",),
+    ),
     Needs("algorithm.kl_penalty", _kl_in_reward, *_NO_REWARD_KL),
     Needs("algorithm.kl_ctrl.type", _kl_in_reward, *_NO_REWARD_KL),
     Needs("algorithm.kl_ctrl.kl_coef", _kl_in_reward, *_NO_REWARD_KL),
@@ -96,6 +125,9 @@ PPO_NEEDS = (
     ),
 )
 """Settings of a PPO run that need another one."""
+
+SFT_NEEDS = _limits("data.use_dynamic_bsz", ("data.micro_batch_size_per_gpu",), ("data.max_token_len_per_gpu",))
+"""Settings of a fine-tuning run that need another one."""
 
 COMMON_NEEDS = (
     Needs("data.seed", lambda c: c.data.shuffle, "data.shuffle is false", "Set data.shuffle=true"),
@@ -258,3 +290,5 @@ COMMON_RULES = (*map(_rule, COMMON_NEEDS), validation_cadence, length_of_run)
 """Rules about any run."""
 PPO_RULES = (*map(_rule, PPO_NEEDS), clip_range, kl_horizon, reference_is_frozen, warmup)
 """Rules about a PPO run."""
+SFT_RULES = tuple(map(_rule, SFT_NEEDS))
+"""Rules about a fine-tuning run."""

@@ -21,7 +21,6 @@ from rlhf_megatron.config.rules import (
 from rlhf_megatron.errors import Violation
 
 UNSUPPORTED: tuple[tuple[str, tuple[int | None, ...]], ...] = (
-    ("context_parallel_size", (1,)),
     ("expert_model_parallel_size", (1,)),
     ("expert_tensor_parallel_size", (None,)),
 )

@@ -3,7 +3,7 @@
 Mini-batches are chosen by global row ids alone, so that every layout trains on the same ones in the same order. Only
 then are the rows of each spread over shards.
 
-Left out: micro-batches bounded by tokens; agreement of the number of micro-batches between ranks (the engine's).
+Left out: agreement of the number of micro-batches between ranks (the engine's).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.errors import DataError
 
 
@@ -102,11 +101,109 @@ def assign_rows(
     return assignment
 
 
-def split_micro_batches(data: DataProto, micro_batch_size: int) -> list[DataProto]:
-    """Cuts a shard's part of a mini-batch into micro-batches in order; the last may be smaller, no rows give none."""
-    if micro_batch_size < 1:
-        raise DataError(f"micro_batch_size is {micro_batch_size}, it must be at least 1")
-    return data.split(micro_batch_size)
+@dataclass(frozen=True)
+class MicroBatchLimit:
+    """How much goes into one forward pass: a number of rows, or of tokens; exactly one is given.
+
+    Attributes:
+        rows: Rows per pass.
+        tokens: Tokens per pass, padding included.
+    """
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def choose(cls, use_dynamic_bsz: bool, *, rows: int, tokens: int) -> "MicroBatchLimit":
+        """The limit in tokens if micro-batches are dynamic, else that in rows."""
+        return cls(tokens=tokens) if use_dynamic_bsz else cls(rows=rows)
+
+    def __post_init__(self) -> None:
+        given = self.tokens if self.rows is None else self.rows
+        if (self.rows is None) == (self.tokens is None) or given is None or given < 1:
+            raise DataError(f"a micro-batch is limited by rows or by tokens, to at least 1: {self}")
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], limit: MicroBatchLimit, *, padded: bool = False, at_least: int = 1
+) -> list[list[int]]:
+    """Cuts a shard's rows into micro-batches.
+
+    By rows, in order. By tokens, evenly loaded: rows from long to short go to the least loaded of as few micro-batches
+    as hold them. Where rows are padded to their longest, rows of like length go together instead.
+
+    Args:
+        lengths: Tokens of each row as the model gets it (rounded up, but not padded to other rows).
+        limit: The largest micro-batch.
+        padded: Whether a micro-batch costs its number of rows times its longest row, not their sum.
+        at_least: Wanted number of micro-batches; fewer come back only when there are fewer rows.
+
+    Returns:
+        Indices of the rows of each micro-batch, none empty.
+
+    Raises:
+        DataError: One row alone has more tokens than the limit.
+    """
+    if limit.rows is not None:
+        groups = [list(range(len(lengths)))[at : at + limit.rows] for at in range(0, len(lengths), limit.rows)]
+        return _split_to(groups, lengths, at_least)
+    budget = limit.tokens or 0
+    if max(lengths, default=0) > budget:
+        row = max(range(len(lengths)), key=lengths.__getitem__)
+        raise DataError(f"row {row} has {lengths[row]} tokens, more than the {budget} that a micro-batch may hold")
+    if padded:
+        return _split_to(_alike(lengths, budget), lengths, at_least)
+    groups = _few(lengths, budget)
+    if len(groups) < at_least:
+        even = _even(lengths, min(at_least, len(lengths)))
+        # Spreading over more groups could in principle fill one of them more.
+        return even if _heaviest(even, lengths) <= budget else _split_to(groups, lengths, at_least)
+    return groups
+
+
+def _few(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """As few evenly loaded groups as hold the rows."""
+    count = -(-sum(lengths) // budget)
+    while _heaviest(groups := _even(lengths, count), lengths) > budget:
+        count += 1
+    return groups
+
+
+def _heaviest(groups: list[list[int]], lengths: Sequence[int]) -> int:
+    return max((sum(lengths[row] for row in group) for group in groups), default=0)
+
+
+def _even(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Rows from long to short, each to the least loaded of `count` groups; inside a group in order."""
+    loads, groups = [0] * count, [[] for _ in range(count)]
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        least = min(range(count), key=lambda group: (loads[group], len(groups[group]), group))
+        groups[least].append(row)
+        loads[least] += lengths[row]
+    return [sorted(group) for group in groups]
+
+
+def _alike(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows of like length together, so that padding to the longest costs little."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        # The first row of a group is its longest.
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _split_to(groups: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Halves the group with most tokens until there are `count`, or none with two rows."""
+    while 0 < len(groups) < count:
+        largest = max(range(len(groups)), key=lambda at: (len(groups[at]) > 1, sum(lengths[r] for r in groups[at])))
+        rows = groups[largest]
+        if len(rows) < 2:
+            break
+        groups[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return groups
 
 
 def _balance(mini_batch: Sequence[int], num_shards: int, lengths: Mapping[int, int]) -> list[list[int]]:

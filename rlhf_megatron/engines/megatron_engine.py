@@ -1,12 +1,11 @@
 """Megatron-Core behind two verbs: `forward` (rows in, one result per row out) and `train_batch` (one optimizer step).
 
-The engine feeds all micro-batches of a call to one Megatron schedule, so that a pipeline fills once. Micro-batches are
-compacted (no padding on the left, as little as possible on the right), so that plain causal attention is exact.
+The engine feeds all micro-batches of a call to one Megatron schedule, so that a pipeline fills once. Rows are packed
+first and divided second: a micro-batch's rows stand one after another (or padded at the right to the longest), and only
+then is each row cut over the context-parallel ranks. Either way plain causal attention is exact.
 
 Memory that is offloaded while the role is idle comes in for each call; a caller with several calls in a row puts them
 into one `with engine.resident():`.
-
-Left out here: packed sequences and context parallelism.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +15,16 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from rlhf_megatron.algorithms.losses import BatchTotals
 from rlhf_megatron.algorithms.masked import Stat
 from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
-from rlhf_megatron.data.batching import split_micro_batches
+from rlhf_megatron.data.batching import MicroBatchLimit, plan_micro_batches
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.data.shift import ModelInputs, to_model_inputs
+from rlhf_megatron.data.shift import ModelInputs, to_model_inputs, to_packed_inputs
 from rlhf_megatron.engines.offload import RoleMemory
 from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
 from rlhf_megatron.errors import LayoutError
@@ -32,6 +32,7 @@ from rlhf_megatron.models.build import Head, build_model, forward_chunk
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.models.megatron_config import tokens_multiple
 from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum, broadcast_object
+from rlhf_megatron.parallel.context_parallel import SequenceSplit
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.parallel.megatron_globals import MegatronContext
 from rlhf_megatron.parallel.runtime import Runtime
@@ -93,7 +94,10 @@ class MegatronEngine:
         self.shape = ModelShape.from_folder(spec.folder, trust_remote_code=spec.trust_remote_code)
         self.context = MegatronContext(groups, seed=spec.seed, name=spec.name, device=runtime.device)
         self._device = runtime.device
-        self._sequence_multiple = tokens_multiple(spec.megatron)
+        self._packed = spec.megatron.use_remove_padding
+        # Each context-parallel rank has two pieces of a row.
+        self._row_multiple = 2 * self.layout.cp if self.layout.cp > 1 else 1
+        self._multiple = self._row_multiple * tokens_multiple(spec.megatron)
         dtype = torch.bfloat16 if spec.megatron.dtype == "bfloat16" else torch.float32
         with self.context.active():
             self.chunks = build_model(self.shape, spec.megatron, groups, head=spec.head, dtype=dtype, seed=spec.seed)
@@ -131,13 +135,13 @@ class MegatronEngine:
             yield from iterate_hf(self.chunks, self.shape, self.groups, bucket_bytes, dtype=dtype)
 
     @torch.no_grad()
-    def forward(self, data: DataProto, compute: Compute, *, micro_batch_size: int) -> Results:
+    def forward(self, data: DataProto, compute: Compute, *, limit: MicroBatchLimit) -> Results:
         """Runs the model over this shard's rows and computes one result per row and response token.
 
         Args:
             data: This shard's rows; the same on its tensor- and pipeline-parallel ranks.
             compute: Called on the last stage for each micro-batch; gives tensors [b, R] fp32.
-            micro_batch_size: Rows per pass.
+            limit: Largest micro-batch.
 
         Returns:
             Tensors [B, R] in the order of the rows, on every rank of the shard (on the CPU).
@@ -150,15 +154,17 @@ class MegatronEngine:
             del non_loss_data
             return {key: value.float().cpu() for key, value in compute(output, inputs, rows).items()}
 
+        plan = self._plan_micro_batches(data, limit)
         with self.resident():
-            parts: list[Results] = self._run(data, finish, micro_batch_size, forward_only=True)
+            parts: list[Results] = self._run(data, plan, finish, forward_only=True)
         results = None
         if parts:
-            results = {key: torch.cat([part[key] for part in parts])[: len(data)] for key in parts[0]}
+            order = torch.tensor([row for rows in plan for row in rows], dtype=torch.int64).argsort()
+            results = {key: torch.cat([part[key] for part in parts])[order] for key in parts[0]}
         return self._from_last_stage(results)
 
     def train_batch(
-        self, data: DataProto, loss: Loss, totals: BatchTotals, *, micro_batch_size: int
+        self, data: DataProto, loss: Loss, totals: BatchTotals, *, limit: MicroBatchLimit
     ) -> tuple[dict[str, tuple[float, float]], StepResult]:
         """One optimizer step over this shard's rows of one mini-batch.
 
@@ -166,7 +172,7 @@ class MegatronEngine:
             data: This shard's rows of the mini-batch.
             loss: Called on the last stage for each micro-batch.
             totals: Counts of the mini-batch over all shards.
-            micro_batch_size: Rows per pass; changes memory and speed, never the result.
+            limit: Largest micro-batch; changes memory and speed, never the result.
 
         Returns:
             Metrics as (sum, count) over all shards, and the optimizer step's result; the same on every rank.
@@ -181,9 +187,10 @@ class MegatronEngine:
             value, metrics = loss(output, inputs, rows, totals)
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
+        plan = self._plan_micro_batches(data, limit)
         with self.resident(train=True), self.context.active():
             self._trainable.zero_grad()
-            parts: list[Metrics] = self._run(data, finish, micro_batch_size, forward_only=False)
+            parts: list[Metrics] = self._run(data, plan, finish, forward_only=False)
             metrics = self._sum_metrics(parts)
             step = self._trainable.step()
         return metrics, step
@@ -192,14 +199,19 @@ class MegatronEngine:
         """Sums a 1-D tensor over the data-parallel shards. Collective over the layout's data-parallel group."""
         return all_reduce_sum(values, self.groups.dp)
 
-    def _run(self, data: DataProto, finish: Callable, micro_batch_size: int, *, forward_only: bool) -> list:
+    def sequence_split(self, inputs: ModelInputs) -> SequenceSplit:
+        """How the positions of a micro-batch are divided over the context-parallel ranks."""
+        return SequenceSplit(inputs.bounds or (0, inputs.tokens.shape[1]), self.groups.cp)
+
+    def _run(self, data: DataProto, plan: list[list[int]], finish: Callable, *, forward_only: bool) -> list:
         """Feeds every micro-batch to one schedule call; returns what `finish` gave, on the last stage only."""
-        micro_batches = [rows.to(self._device) for rows in self._agreed_micro_batches(data, micro_batch_size)]
-        inputs = [to_model_inputs(rows, multiple_of=self._sequence_multiple) for rows in micro_batches]
+        micro_batches = [rows.to(self._device) for rows in _cut(data, plan)]
+        inputs = [self._to_inputs(rows) for rows in micro_batches]
+        local = [self._divide(item) for item in inputs]
 
         def step(iterator: Iterator, model: torch.nn.Module):
             index = next(iterator)
-            output = forward_chunk(model, inputs[index].tokens, inputs[index].position_ids)
+            output = forward_chunk(model, *local[index])
             return output, partial(finish, inputs[index], micro_batches[index])
 
         with self.context.active():
@@ -212,7 +224,8 @@ class MegatronEngine:
                 data_iterator=[iter(range(len(inputs))) for _ in modules],
                 model=list(modules),
                 num_microbatches=len(inputs),
-                seq_length=max(item.tokens.shape[1] for item in inputs),
+                # Stages tell each other the shapes (variable_seq_lengths), so that these two decide nothing.
+                seq_length=inputs[0].tokens.shape[1],
                 micro_batch_size=inputs[0].tokens.shape[0],
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -220,18 +233,38 @@ class MegatronEngine:
                 pg_collection=self.groups.collection,
             )
 
-    def _agreed_micro_batches(self, data: DataProto, micro_batch_size: int) -> list[DataProto]:
-        """Cuts rows into micro-batches, as many as on the shard that has most.
+    def _plan_micro_batches(self, data: DataProto, limit: MicroBatchLimit) -> list[list[int]]:
+        """Rows of each micro-batch, as many micro-batches as on the shard that has most, some perhaps without rows.
 
-        Shards with fewer run rows that count for nothing: a schedule in which ranks disagree on the number hangs.
+        A schedule in which ranks disagree on the number hangs. Collective over the data-parallel group.
         """
-        count = all_reduce_max(torch.tensor(max(1, -(-len(data) // micro_batch_size))), self.groups.dp)
+        lengths = data.batch["attention_mask"].sum(-1)
+        lengths = (-(-lengths // self._row_multiple) * self._row_multiple).tolist()
+        if limit.tokens is not None:
+            limit = MicroBatchLimit(tokens=limit.tokens * self.layout.cp)
+        plan = plan_micro_batches(lengths, limit, padded=not self._packed)
+        count = int(all_reduce_max(torch.tensor(max(1, len(plan))), self.groups.dp))
         if self.layout.vpp is not None:
-            # The interleaved schedule runs whole rounds of its pipeline.
+            # The interleaved schedule goes round the stages in whole turns.
             count = -(-count // self.layout.pp) * self.layout.pp
-        batches = split_micro_batches(data, micro_batch_size)
-        filler = _without_weight(batches[0].select_rows([0]) if batches else _blank_row(data))
-        return batches + [filler] * (int(count) - len(batches))
+        if len(plan) < count:
+            plan = plan_micro_batches(lengths, limit, padded=not self._packed, at_least=count)
+        return plan + [[]] * (count - len(plan))
+
+    def _to_inputs(self, rows: DataProto) -> ModelInputs:
+        if self._packed:
+            return to_packed_inputs(rows, row_multiple_of=self._row_multiple, multiple_of=self._multiple)
+        return to_model_inputs(rows, multiple_of=self._multiple)
+
+    def _divide(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams | None]:
+        """This context-parallel rank's tokens and positions, and the boundaries of packed rows."""
+        split = self.sequence_split(inputs)
+        packing = None
+        if inputs.bounds:
+            ends = torch.tensor(inputs.bounds, dtype=torch.int32, device=self._device)
+            longest = int(ends.diff().max())
+            packing = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
+        return split.take(inputs.tokens), split.take(inputs.position_ids), packing
 
     def _train_mode(self, training: bool) -> None:
         for chunk in self.chunks:
@@ -255,6 +288,13 @@ class MegatronEngine:
             table = all_reduce_sum(table, self.groups.dp)
             summed = {key: (row[0], row[1]) for key, row in zip(keys, table.tolist(), strict=True)}
         return self._from_last_stage(summed)
+
+
+def _cut(data: DataProto, plan: list[list[int]]) -> list[DataProto]:
+    """The rows of each micro-batch; where a plan has none, a row that counts for nothing."""
+    lengths = data.batch["attention_mask"].sum(-1)
+    filler = _without_weight(data.select_rows([int(lengths.argmin())]) if len(data) else _blank_row(data))
+    return [data.select_rows(rows) if rows else filler for rows in plan]
 
 
 def _without_weight(rows: DataProto) -> DataProto:

@@ -1,7 +1,7 @@
 """Layers of the ``torch`` implementation: RMSNorm under sequence parallelism, and attention by PyTorch's SDPA.
 
 They need neither Transformer Engine nor Apex: this is how models run on CPU, and on a GPU without those. Left out:
-context parallelism and dropout (no model of this package trains with dropout).
+dropout (no model of this package trains with it), and hiding the exchange of context-parallel ranks behind computation.
 """
 
 import itertools
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlhf_megatron.errors import LayoutError
+from rlhf_megatron.parallel.context_parallel import SequenceSplit
 
 
 class RMSNorm(torch.nn.Module):
@@ -48,7 +49,8 @@ class TorchAttention(MegatronModule):
     """Causal attention with grouped key-value heads and, if the layer has one, a sliding window.
 
     Rows of a batch start at position 0 and are padded on the right only, so a causal mask is all that is needed. Packed
-    sequences (``PackedSeqParams``, THD) attend to themselves only.
+    sequences (``PackedSeqParams``, THD) attend to themselves only. Under context parallelism each rank gathers all keys
+    and values and attends from its own two pieces of each sequence.
     """
 
     def __init__(
@@ -58,14 +60,13 @@ class TorchAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ):
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise LayoutError(
-                f"context_parallel_size = {config.context_parallel_size}: the torch layers cannot divide a sequence. "
-                "Set it to 1, or transformer_impl to transformer_engine."
-            )
+        self.cp = config.context_parallel_size
+        self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # Megatron's window counts the tokens to the left of the current one.
@@ -84,7 +85,8 @@ class TorchAttention(MegatronModule):
         """Attention output.
 
         Args:
-            query: ``[s, b, heads, head_dim]``, or ``[t, heads, head_dim]`` when packed.
+            query: ``[s, b, heads, head_dim]``, or ``[t, heads, head_dim]`` when packed; `s` and `t` count this
+                context-parallel rank's positions.
             key: The same with key-value heads.
             value: The same as `key`.
             attention_mask: Unused: attention is causal.
@@ -96,25 +98,41 @@ class TorchAttention(MegatronModule):
             ``[s, b, heads * head_dim]``, or ``[t, heads * head_dim]`` when packed.
         """
         if packed_seq_params is None:
-            output = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
-            return output.permute(2, 0, 1, 3).flatten(2)
-        bounds = packed_seq_params.cu_seqlens_q_padded
-        bounds = (packed_seq_params.cu_seqlens_q if bounds is None else bounds).tolist()
-        parts = []
-        for start, stop in itertools.pairwise(bounds):
-            part = self._attend(*(x[start:stop].transpose(0, 1)[None] for x in (query, key, value)))
-            parts.append(part[0].transpose(0, 1))
-        output = torch.cat(parts).flatten(1)
-        return torch.nn.functional.pad(output, (0, 0, 0, query.shape[0] - output.shape[0]))
+            bounds = [0, query.shape[0] * self.cp]
+            return self._sequences(query, key, value, bounds).flatten(2)
+        ends = packed_seq_params.cu_seqlens_q_padded
+        ends = packed_seq_params.cu_seqlens_q if ends is None else ends
+        output = self._sequences(query[:, None], key[:, None], value[:, None], ends.tolist())
+        return output[:, 0].flatten(1)
+
+    def _sequences(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
+        """Attention of each sequence to itself, ``[s, b, heads, head_dim]`` in and out."""
+        if self.cp == 1:
+            spans = [((start, stop), (start, stop)) for start, stop in itertools.pairwise(bounds)]
+        else:
+            split = SequenceSplit(bounds, self.cp_group)
+            key, value = split.gather_keys(key), split.gather_keys(value)
+            spans = split.spans()
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        parts = [
+            self._attend(query[:, :, own[0] : own[1]], *(x[:, :, seen[0] : seen[1]] for x in (key, value)))
+            for own, seen in spans
+        ]
+        output = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+        # What is behind the last sequence belongs to none.
+        output = torch.nn.functional.pad(output, (0, 0, 0, query.shape[2] - output.shape[2]))
+        return output.permute(2, 0, 1, 3)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``[b, heads, s, head_dim]`` in and out."""
-        length = query.shape[2]
+        """``[b, heads, s, head_dim]`` in and out; the last query is at the last key's position."""
+        length, reach = query.shape[2], key.shape[2]
         mask = None
-        if self.window is not None and self.window < length:
-            position = torch.arange(length, device=query.device)
-            distance = position[:, None] - position[None, :]
-            mask = (distance >= 0) & (distance < self.window)
+        if length < reach or (self.window is not None and self.window < reach):
+            position = torch.arange(reach, device=query.device)
+            distance = position[reach - length :, None] - position[None, :]
+            mask = distance >= 0
+            if self.window is not None:
+                mask &= distance < self.window
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             key,

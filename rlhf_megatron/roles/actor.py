@@ -6,6 +6,7 @@ import torch
 
 from rlhf_megatron.algorithms.losses import BatchTotals, entropy_loss, kl_loss, policy_loss
 from rlhf_megatron.config.roles import ActorConfig
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
@@ -24,7 +25,7 @@ class ActorWorkerGroup(WorkerGroup):
         config: Objective and batch sizes.
         temperature: The sampler's temperature; log-probs are those of the distribution sampled from.
         samples_per_prompt: `rollout.n`, by which `ppo_mini_batch_size` (prompts) becomes rows.
-        log_prob_micro_batch_size: Rows per forward-only pass.
+        log_prob_limit: Largest forward-only pass.
     """
 
     def __init__(
@@ -36,13 +37,13 @@ class ActorWorkerGroup(WorkerGroup):
         *,
         temperature: float,
         samples_per_prompt: int,
-        log_prob_micro_batch_size: int,
+        log_prob_limit: MicroBatchLimit,
     ):
         super().__init__(engine, home, horizon)
         self.config = config
         self._temperature = temperature
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
-        self._log_prob_micro_batch_size = log_prob_micro_batch_size
+        self._log_prob_limit = log_prob_limit
 
     def weights(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The policy's full tensors under HuggingFace names, in buckets. Collective over the actor's ranks."""
@@ -58,7 +59,7 @@ class ActorWorkerGroup(WorkerGroup):
             log_probs, entropy = response_log_probs_and_entropy(self.engine, logits, inputs, self._temperature)
             return {"old_log_probs": log_probs, "entropys": entropy}
 
-        return self._compute(data, compute, (), self._log_prob_micro_batch_size, "compute_log_prob")
+        return self._compute(data, compute, (), self._log_prob_limit, "compute_log_prob")
 
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """PPO's updates over all mini-batches and epochs (Schulman et al. 2017, eq. 7, with dual clip).

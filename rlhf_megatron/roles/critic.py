@@ -4,10 +4,12 @@ import torch
 
 from rlhf_megatron.algorithms.losses import BatchTotals, value_loss
 from rlhf_megatron.config.roles import CriticConfig
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.data.shift import ModelInputs, take_response
+from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.roles.scoring import response_values
 from rlhf_megatron.roles.worker_group import WorkerGroup, over_steps
 
 
@@ -28,6 +30,11 @@ class CriticWorkerGroup(WorkerGroup):
         super().__init__(engine, home, horizon)
         self.config = config
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
+        self._forward_limit = MicroBatchLimit.choose(
+            config.use_dynamic_bsz,
+            rows=config.forward_micro_batch_size_per_gpu or config.ppo_micro_batch_size_per_gpu,
+            tokens=config.forward_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu,
+        )
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Adds `values` [B, R] fp32: the expected return before each response token, 0 past the response's end.
@@ -37,10 +44,9 @@ class CriticWorkerGroup(WorkerGroup):
 
         def compute(values: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
             mask = rows.batch["response_mask"]
-            return {"values": torch.where(mask.bool(), take_response(values, inputs), 0.0)}
+            return {"values": torch.where(mask.bool(), response_values(self.engine, values, inputs), 0.0)}
 
-        micro = self.config.forward_micro_batch_size_per_gpu or self.config.ppo_micro_batch_size_per_gpu
-        return self._compute(data, compute, (), micro, "compute_values")
+        return self._compute(data, compute, (), self._forward_limit, "compute_values")
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """Clipped squared-error updates over all mini-batches and epochs.
@@ -61,7 +67,7 @@ class CriticWorkerGroup(WorkerGroup):
         self, vpreds: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, Metrics]:
         return value_loss(
-            take_response(vpreds, inputs),
+            response_values(self.engine, vpreds, inputs),
             rows.batch["values"],
             rows.batch["returns"],
             rows.batch["response_mask"],

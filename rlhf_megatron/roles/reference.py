@@ -3,6 +3,7 @@
 import torch
 
 from rlhf_megatron.config.roles import RefConfig
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Results
@@ -26,6 +27,11 @@ class ReferenceWorkerGroup(WorkerGroup):
         super().__init__(engine, home, horizon)
         self.config = config
         self._temperature = temperature
+        self._limit = MicroBatchLimit.choose(
+            config.log_prob_use_dynamic_bsz,
+            rows=config.log_prob_micro_batch_size_per_gpu,
+            tokens=config.log_prob_max_token_len_per_gpu,
+        )
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Adds `ref_log_prob` [B, R] fp32. Collective over the world. Raises DataError when a key is missing."""
@@ -33,5 +39,4 @@ class ReferenceWorkerGroup(WorkerGroup):
         def compute(logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
             return {"ref_log_prob": response_log_probs(self.engine, logits, inputs, self._temperature)}
 
-        micro = self.config.log_prob_micro_batch_size_per_gpu
-        return self._compute(data, compute, (), micro, "compute_ref_log_prob")
+        return self._compute(data, compute, (), self._limit, "compute_ref_log_prob")

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_megatron.algorithms.losses import BatchTotals
 from rlhf_megatron.config.roles import TrainedRole
-from rlhf_megatron.data.batching import RowAssignment, assign_rows, plan_mini_batches
+from rlhf_megatron.data.batching import MicroBatchLimit, RowAssignment, assign_rows, plan_mini_batches
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.engines.megatron_engine import Compute, Loss, MegatronEngine
 from rlhf_megatron.parallel.collectives import all_gather_object
@@ -42,12 +42,12 @@ class WorkerGroup:
         return self.engine.layout
 
     def _compute(
-        self, data: DataProto, compute: Compute, keys: Sequence[str], micro_batch_size: int, method: str
+        self, data: DataProto, compute: Compute, keys: Sequence[str], limit: MicroBatchLimit, method: str
     ) -> DataProto:
         """Runs a forward pass over rows at home placement and returns its results there. Collective over the world."""
         data.require(*ROW_KEYS, *keys, method=method)
         rows = redistribute(data.select([*ROW_KEYS, *keys], []), self.layout)
-        results = self.engine.forward(rows, compute, micro_batch_size=micro_batch_size)
+        results = self.engine.forward(rows, compute, limit=limit)
         answer = DataProto.from_dict({"row_id": rows.batch["row_id"], **results})
         answer = redistribute(answer, self.home)
         answer.pop(["row_id"])
@@ -73,6 +73,11 @@ class WorkerGroup:
         """
         data.require(*ROW_KEYS, *keys, method=method)
         data = data.select([*ROW_KEYS, *keys], [])
+        limit = MicroBatchLimit.choose(
+            config.use_dynamic_bsz,
+            rows=config.ppo_micro_batch_size_per_gpu,
+            tokens=config.ppo_max_token_len_per_gpu,
+        )
         lengths = _global_lengths(data)
         history: list[dict[str, float]] = []
         for epoch in range(config.ppo_epochs):
@@ -84,9 +89,7 @@ class WorkerGroup:
                 totals = BatchTotals.from_mask(
                     rows.batch["response_mask"], horizon=self._horizon, reduce=self.engine.sum_over_shards
                 )
-                metrics, step = self.engine.train_batch(
-                    rows, loss, totals, micro_batch_size=config.ppo_micro_batch_size_per_gpu
-                )
+                metrics, step = self.engine.train_batch(rows, loss, totals, limit=limit)
                 means = {name: total / count if count else 0.0 for name, (total, count) in metrics.items()}
                 means |= {f"{prefix}/lr": step.lr, f"{prefix}/skipped_steps": float(not step.applied)}
                 if step.applied:

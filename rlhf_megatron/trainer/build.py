@@ -11,6 +11,7 @@ from rlhf_megatron.algorithms.kl import make_kl_controller
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
 from rlhf_megatron.config.roles import MegatronConfig, ModelConfig, OptimConfig
 from rlhf_megatron.config.trainer import LoopConfig
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.datasets import Dataset, PromptRow, load_pairs, load_prompts
 from rlhf_megatron.data.loader import StatefulLoader, collate_prompts
 from rlhf_megatron.data.proto import DataProto
@@ -211,7 +212,11 @@ class Roles:
                 config.actor,
                 temperature=config.rollout.temperature,
                 samples_per_prompt=config.rollout.n,
-                log_prob_micro_batch_size=config.rollout.log_prob_micro_batch_size_per_gpu,
+                log_prob_limit=MicroBatchLimit.choose(
+                    config.rollout.log_prob_use_dynamic_bsz,
+                    rows=config.rollout.log_prob_micro_batch_size_per_gpu,
+                    tokens=config.rollout.log_prob_max_token_len_per_gpu,
+                ),
             )
 
     def critic(self, home: Groups) -> CriticWorkerGroup:

@@ -13,7 +13,7 @@ from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
 from rlhf_megatron.algorithms.masked import masked_stat
 from rlhf_megatron.checkpoint.hf_export import export_hf
 from rlhf_megatron.config.ppo import SFTConfig
-from rlhf_megatron.data.batching import assign_rows
+from rlhf_megatron.data.batching import MicroBatchLimit, assign_rows
 from rlhf_megatron.data.loader import StatefulLoader, collate_pairs
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import ModelInputs
@@ -55,6 +55,11 @@ class SFTTrainer:
         self.tracker = tracker
         self.timers = timers
         self._pad_token_id = pad_token_id
+        self._limit = MicroBatchLimit.choose(
+            config.data.use_dynamic_bsz,
+            rows=config.data.micro_batch_size_per_gpu,
+            tokens=config.data.max_token_len_per_gpu,
+        )
         self.state = TrainState(total_steps=total_steps(config.trainer, len(loader)))
 
     def fit(self) -> TrainState:
@@ -75,9 +80,7 @@ class SFTTrainer:
         """One optimizer step over a global batch, the same on every rank. Collective over the world."""
         rows = self._my_rows(pairs)
         totals = BatchTotals.from_mask(rows.batch["response_mask"], reduce=self.engine.sum_over_shards)
-        metrics, step = self.engine.train_batch(
-            rows, self._loss, totals, micro_batch_size=self.config.data.micro_batch_size_per_gpu
-        )
+        metrics, step = self.engine.train_batch(rows, self._loss, totals, limit=self._limit)
         total, count = metrics["train/loss"]
         return {
             "train/loss": total / max(count, 1.0),
@@ -94,8 +97,7 @@ class SFTTrainer:
         with self.phase("testing"):
             for samples in self.val_loader():
                 rows = self._my_rows(collate_pairs(samples, self._pad_token_id))
-                micro = self.config.data.micro_batch_size_per_gpu
-                log_probs = self.engine.forward(rows, self._scores, micro_batch_size=micro)["log_probs"]
+                log_probs = self.engine.forward(rows, self._scores, limit=self._limit)["log_probs"]
                 sums += torch.stack(masked_stat(-log_probs, rows.batch["response_mask"]))
         total, count = self.engine.sum_over_shards(sums).tolist()
         metrics = {"val/loss": total / max(count, 1.0)}

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.data.shift import pad_left, pad_right
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
@@ -63,7 +64,7 @@ def _largest_difference(trainer: MegatronEngine, samples: Samples) -> float:
         "attention_mask": torch.cat([prompt_mask, mask], 1),
         "response_mask": mask,
     }
-    mine = trainer.forward(DataProto.from_dict(rows), compute, micro_batch_size=2)["log_probs"]
+    mine = trainer.forward(DataProto.from_dict(rows), compute, limit=MicroBatchLimit(rows=2))["log_probs"]
     theirs = torch.zeros_like(mine)
     for row, (_, log_probs) in enumerate(samples):
         theirs[row, : len(log_probs)] = torch.tensor(log_probs)

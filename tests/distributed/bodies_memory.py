@@ -7,6 +7,7 @@ import torch
 from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
 from rlhf_megatron.algorithms.masked import masked_stat
 from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
 from rlhf_megatron.parallel.groups import build_groups
@@ -33,7 +34,7 @@ class Trained:
     def step(self) -> tuple[float, float]:
         """One optimizer step; its loss and gradient norm."""
         totals = BatchTotals.from_mask(self.rows.batch["response_mask"], reduce=self.engine.sum_over_shards)
-        metrics, result = self.engine.train_batch(self.rows, self._loss, totals, micro_batch_size=2)
+        metrics, result = self.engine.train_batch(self.rows, self._loss, totals, limit=MicroBatchLimit(rows=2))
         total, count = metrics["loss"]
         return total / count, result.grad_norm
 
@@ -43,7 +44,7 @@ class Trained:
         def compute(logits: torch.Tensor, inputs: Any, rows: DataProto) -> dict[str, torch.Tensor]:
             return {"log_probs": response_log_probs(self.engine, logits, inputs)}
 
-        return self.engine.forward(self.rows, compute, micro_batch_size=2)["log_probs"]
+        return self.engine.forward(self.rows, compute, limit=MicroBatchLimit(rows=2))["log_probs"]
 
     def weights(self) -> dict[str, Any]:
         """Full tensors by HuggingFace name, as bytes: numpy has no bfloat16."""

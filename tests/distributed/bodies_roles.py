@@ -13,6 +13,7 @@ from rlhf_megatron.config.algorithm import AlgorithmConfig
 from rlhf_megatron.config.reward import CustomRewardConfig, RewardConfig
 from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, RefConfig
 from rlhf_megatron.config.trainer import GatesConfig
+from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
 from rlhf_megatron.errors import GateError, NonFiniteError
@@ -108,7 +109,7 @@ def ppo_step(
         ActorConfig(megatron=actor_megatron, entropy_coeff=0.01, use_kl_loss=True, **common | actor_options),
         temperature=0.7,
         samples_per_prompt=1,
-        log_prob_micro_batch_size=micro_batch_size,
+        log_prob_limit=MicroBatchLimit(rows=micro_batch_size),
     )
     critic = CriticWorkerGroup(
         engine(folder, "critic", "value", critic_megatron, critic_groups, runtime),
@@ -195,7 +196,7 @@ def nonfinite_steps(folder: str, layout: tuple[int, int]) -> dict[str, Any]:
 
         before = full_weights(trained)
         try:
-            _, step = trained.train_batch(rows, loss, totals, micro_batch_size=2)
+            _, step = trained.train_batch(rows, loss, totals, limit=MicroBatchLimit(rows=2))
         except NonFiniteError as error:
             return {"history": history, "error": str(error), "skipped": trained.skipped_steps}
         after = full_weights(trained)

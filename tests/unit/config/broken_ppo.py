@@ -264,9 +264,10 @@ LAYOUTS = (
         "or be a multiple of them",
     ),
     case(
-        "actor.megatron.context_parallel_size",
-        ("trainer.n_gpus_per_node=4", "actor.megatron.context_parallel_size=2"),
-        "not supported yet by this version",
+        "actor.megatron.tensor_model_parallel_size",
+        "actor.megatron.context_parallel_size=2",
+        "2 x 1 x 2 = 4",
+        "world of 2 ranks",
     ),
     case(
         "critic.megatron.virtual_pipeline_model_parallel_size",
@@ -460,6 +461,38 @@ EFFECTS = (
         "no effect while actor.clip_ratio_low 0.2 and actor.clip_ratio_high 0.3",
     ),
     case(
+        "actor.ppo_max_token_len_per_gpu",
+        "actor.ppo_max_token_len_per_gpu=4096",
+        "no effect while actor.use_dynamic_bsz is false",
+        "Set actor.use_dynamic_bsz=true",
+    ),
+    case(
+        "critic.forward_micro_batch_size_per_gpu",
+        ("critic.use_dynamic_bsz=true", "critic.forward_micro_batch_size_per_gpu=4"),
+        "no effect while critic.use_dynamic_bsz is true",
+        "Use critic.ppo_max_token_len_per_gpu",
+    ),
+    case(
+        "actor.ppo_max_token_len_per_gpu",
+        ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=1023"),
+        "data.max_prompt_length + data.max_response_length = 1024 tokens",
+        "1024 or more",
+    ),
+    case(
+        "ref.log_prob_max_token_len_per_gpu",
+        (
+            "ref.log_prob_use_dynamic_bsz=true",
+            "ref.log_prob_max_token_len_per_gpu=512",
+            "data.max_prompt_length=514",
+            "data.max_response_length=511",
+            "parallel@ref.megatron=tp1",
+            "ref.megatron.context_parallel_size=2",
+        ),
+        # 1,025 tokens are padded to the next multiple of 4.
+        "1025 tokens, shared by 2 context-parallel ranks",
+        "514 or more",
+    ),
+    case(
         "trainer.critic_warmup",
         ("trainer.critic_warmup=5", "trainer.total_training_steps=5"),
         "never trained",
@@ -485,6 +518,8 @@ WHOLE = (
     ON_HOST,
     (*ON_HOST, "actor.optim.optimizer_offload_fraction=0.5", "actor.megatron.optimizer_offload=true"),
     ("actor.megatron.param_offload=true", "critic.megatron.grad_offload=true", "ref.megatron.param_offload=true"),
+    ("parallel@actor.megatron=tp1", "actor.megatron.context_parallel_size=2"),
+    ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=1024", "trainer.balance_batch=false"),
     ("actor.megatron.virtual_pipeline_model_parallel_size=null", "critic.megatron.expert_tensor_parallel_size=null"),
     (*TWO_STAGES, "critic.megatron.virtual_pipeline_model_parallel_size=3"),
     (*TWO_STAGES, "critic.megatron.num_layers_in_first_pipeline_stage=2"),

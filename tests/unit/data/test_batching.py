@@ -1,12 +1,16 @@
 """Mini-batches, shards and micro-batches: hand-written examples and properties."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_megatron.data.batching import assign_rows, permutation, plan_mini_batches, split_micro_batches
-from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.batching import (
+    MicroBatchLimit,
+    assign_rows,
+    permutation,
+    plan_micro_batches,
+    plan_mini_batches,
+)
 from rlhf_megatron.errors import DataError
 
 row_sets = st.lists(st.integers(0, 10_000), unique=True, max_size=40)
@@ -104,9 +108,45 @@ def test_shards_make_up_each_mini_batch(
     assert start == [len(shard_rows) for shard_rows in assignment.rows]
 
 
-def test_micro_batches() -> None:
-    data = DataProto.from_dict({"row_id": torch.arange(5)})
-    assert [part.batch["row_id"].tolist() for part in split_micro_batches(data, 2)] == [[0, 1], [2, 3], [4]]
-    assert split_micro_batches(data[:0], 2) == []
-    with pytest.raises(DataError, match="micro_batch_size is 0"):
-        split_micro_batches(data, 0)
+def test_micro_batches_by_rows() -> None:
+    assert plan_micro_batches([7] * 5, MicroBatchLimit(rows=2)) == [[0, 1], [2, 3], [4]]
+    assert plan_micro_batches([], MicroBatchLimit(rows=2)) == []
+    # Another shard has four: one of the pairs is cut.
+    assert plan_micro_batches([7] * 5, MicroBatchLimit(rows=2), at_least=4) == [[0], [1], [2, 3], [4]]
+    assert plan_micro_batches([7], MicroBatchLimit(rows=2), at_least=4) == [[0]]
+
+
+def test_micro_batches_by_tokens() -> None:
+    # 10 + 2 | 6 + 5: two micro-batches of at most 12 tokens, evenly loaded.
+    assert plan_micro_batches([2, 10, 5, 6], MicroBatchLimit(tokens=12)) == [[0, 1], [2, 3]]
+    # Padded to its longest, [2, 10] would cost 20: rows of like length go together, 10 | 6 6 | 2.
+    assert plan_micro_batches([2, 10, 5, 6], MicroBatchLimit(tokens=12), padded=True) == [[1], [3, 2], [0]]
+    assert plan_micro_batches([], MicroBatchLimit(tokens=12)) == []
+
+
+def test_impossible_micro_batches() -> None:
+    with pytest.raises(DataError, match="row 1 has 13 tokens, more than the 12"):
+        plan_micro_batches([2, 13], MicroBatchLimit(tokens=12))
+    for limit in ({}, {"rows": 0}, {"tokens": -1}, {"rows": 1, "tokens": 1}):
+        with pytest.raises(DataError, match="limited by rows or by tokens"):
+            MicroBatchLimit(**limit)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=40),
+    budget=st.integers(40, 120),
+    padded=st.booleans(),
+    at_least=st.integers(1, 12),
+)
+def test_micro_batches_hold_every_row_once_within_the_budget(
+    lengths: list[int], budget: int, padded: bool, at_least: int
+) -> None:
+    few = plan_micro_batches(lengths, MicroBatchLimit(tokens=budget), padded=padded)
+    plan = plan_micro_batches(lengths, MicroBatchLimit(tokens=budget), padded=padded, at_least=at_least)
+    for groups in (few, plan):
+        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+        for group in groups:
+            own = [lengths[row] for row in group]
+            assert 0 < (len(own) * max(own) if padded else sum(own)) <= budget
+    # Ranks agree on a number by asking for at least the largest of their own.
+    assert len(plan) == max(len(few), min(at_least, len(lengths)))

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.data.shift import pad_left, pad_right, padded_position_ids, take_response, to_model_inputs
+from rlhf_megatron.data.shift import (
+    pad_left,
+    pad_right,
+    padded_position_ids,
+    take_response,
+    to_model_inputs,
+    to_packed_inputs,
+)
 from rlhf_megatron.errors import DataError
 
 PAD = 0
@@ -47,7 +54,9 @@ def test_rows_by_hand() -> None:
     assert inputs.labels.tolist() == [[2, 6, 7, 8, 0], [4, 5, 9, 0, 0]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert inputs.lengths.tolist() == [5, 4]
-    assert inputs.response_index.tolist() == [[1, 2, 3], [2, 3, 3]]
+    # The second row starts at 5 in the flattened outputs.
+    assert inputs.response_index.tolist() == [[1, 2, 3], [7, 8, 8]]
+    assert inputs.last_index.tolist() == [4, 8]
 
 
 def test_outputs_by_hand() -> None:
@@ -193,3 +202,44 @@ def test_padding_of_the_border_changes_nothing(rows: Any, extra_left: int, extra
     for name in ("tokens", "labels", "position_ids", "lengths"):
         assert torch.equal(getattr(tight, name), getattr(loose, name))
     assert torch.equal(tight.response_index, loose.response_index[:, :5])
+
+
+def test_packed_rows_by_hand() -> None:
+    rows = make([[1, 2], [3, 4, 5]], [[6, 7, 8], [9]], 4, 3)
+    inputs = to_packed_inputs(rows)
+    assert inputs.tokens.tolist() == [[1, 2, 6, 7, 8, 3, 4, 5, 9]]
+    # The last token of a row has no next one: the following row's first token is not its label.
+    assert inputs.labels.tolist() == [[2, 6, 7, 8, 0, 4, 5, 9, 0]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert inputs.bounds == (0, 5, 9)
+    assert inputs.last_index.tolist() == [4, 8]
+    assert inputs.response_index.tolist() == [[1, 2, 3], [7, 8, 8]]
+
+
+def test_packed_rows_are_padded_each_and_together() -> None:
+    rows = make([[1, 2], [3, 4, 5]], [[6, 7, 8], [9]], 4, 3)
+    inputs = to_packed_inputs(rows, row_multiple_of=2, multiple_of=8)
+    # 5 -> 6 and 4 -> 4 make 10; the last row is lengthened to make 16.
+    assert inputs.bounds == (0, 6, 16)
+    assert inputs.tokens.tolist() == [[1, 2, 6, 7, 8, 0, 3, 4, 5, 9, 0, 0, 0, 0, 0, 0]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, *range(10)]]
+    assert inputs.response_index.tolist() == [[1, 2, 3], [8, 9, 9]]
+
+
+@given(data=st.data(), row_multiple=st.sampled_from([1, 2, 4]), factor=st.sampled_from([1, 2, 3]))
+def test_packed_and_padded_rows_say_the_same(data: st.DataObject, row_multiple: int, factor: int) -> None:
+    """Numbers that stand for (row, position) come back at the same response places from both forms."""
+    count = data.draw(st.integers(1, 5))
+    prompts = [[4] * data.draw(st.integers(1, 6)) for _ in range(count)]
+    answers = [[5] * data.draw(st.integers(0, 5)) for _ in range(count)]
+    rows = make(prompts, answers, 6, 5)
+    padded, packed = (
+        to_model_inputs(rows),
+        to_packed_inputs(rows, row_multiple_of=row_multiple, multiple_of=row_multiple * factor),
+    )
+    own = torch.arange(count)[:, None] * 100.0 + padded.position_ids
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(packed.bounds).diff())
+    both = owner[None] * 100.0 + packed.position_ids
+    assert torch.equal(take_response(own + 1, padded), take_response(both + 1, packed))
+    assert packed.tokens.shape[1] % (row_multiple * factor) == 0
+    assert all(bound % row_multiple == 0 for bound in packed.bounds)

@@ -1,0 +1,96 @@
+"""How context-parallel ranks share sequences: two pieces of each, so that causal attention costs all ranks the same.
+
+A sequence is cut into ``2 * cp`` equal pieces. Rank ``r`` has pieces ``r`` and ``2 * cp - 1 - r``: an early one, which
+attends to little, and a late one, which attends to much. Megatron-Core's rotary embedding and Transformer Engine's
+attention expect this order (megatron-core 0.16.1, ``get_batch_on_this_cp_rank``, ``_get_thd_freqs_on_this_cp_rank``).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+
+def pieces(start: int, stop: int, cp: int, rank: int) -> tuple[range, range]:
+    """The early and the late piece that a context-parallel rank has of the sequence at ``start`` to ``stop``."""
+    size = (stop - start) // (2 * cp)
+    early, late = start + rank * size, start + (2 * cp - 1 - rank) * size
+    return range(early, early + size), range(late, late + size)
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The cut of one micro-batch's positions over context-parallel ranks.
+
+    Attributes:
+        bounds: Where sequences begin, and where the last one ends. Each is a multiple of ``2 * cp`` long.
+        group: Context-parallel group.
+    """
+
+    bounds: Sequence[int]
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Context-parallel ranks."""
+        return dist.get_world_size(self.group)
+
+    def index_of(self, rank: int) -> Tensor:
+        """Positions that a rank has, in its order, int64."""
+        found: list[int] = []
+        for start, stop in itertools.pairwise(self.bounds):
+            for piece in pieces(start, stop, self.size, rank):
+                found.extend(piece)
+        return torch.tensor(found, dtype=torch.int64)
+
+    @cached_property
+    def _own(self) -> Tensor:
+        return self.index_of(dist.get_rank(self.group))
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """For each position, where it is when all ranks' parts are laid one after another."""
+        everything = torch.cat([self.index_of(rank) for rank in range(self.size)])
+        order = torch.empty_like(everything)
+        order[everything] = torch.arange(len(everything))
+        return order
+
+    def spans(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Of each of this rank's pieces: where it is in this rank's part, and which positions it attends to."""
+        found, at = [], 0
+        for start, stop in itertools.pairwise(self.bounds):
+            for piece in pieces(start, stop, self.size, dist.get_rank(self.group)):
+                found.append(((at, at + len(piece)), (start, piece.stop)))
+                at += len(piece)
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part ``[b, s / cp]`` of a tensor ``[b, s]``."""
+        return whole if self.size == 1 else whole[:, self._own.to(whole.device)]
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole ``[b, s]`` of every rank's part ``[b, s / cp]``; the same on all ranks.
+
+        Differentiable: each rank gets the gradient of its own part, undivided and unsummed, as all ranks compute the
+        same loss from the whole. Collective over the group, also in the backward pass.
+        """
+        if self.size == 1:
+            return part
+        stacked = gather_from_sequence_parallel_region(
+            part.transpose(0, 1).contiguous(), tensor_parallel_output_grad=False, group=self.group
+        )
+        return stacked[self._order.to(part.device)].transpose(0, 1)
+
+    def gather_keys(self, part: Tensor) -> Tensor:
+        """The whole ``[s, ...]`` of every rank's part ``[s / cp, ...]``, for the ranks' attention to it.
+
+        Differentiable: a position's gradient is the sum over the ranks that attend to it. Collective over the group,
+        also in the backward pass.
+        """
+        stacked = gather_from_sequence_parallel_region(part.contiguous(), group=self.group)
+        return stacked[self._order.to(part.device)]
