@@ -175,8 +175,9 @@ class CriticConfig(TrainedRole):
 class RefConfig(Node):
     """The frozen reference policy."""
 
-    megatron: MegatronConfig
-    """Parallel layout and Megatron settings."""
+    megatron: MegatronConfig | None
+    """Parallel layout and Megatron settings of a model of its own. Null for a swapped reference: the actor's initial
+    weights, kept in host memory, take the place of the actor's own in its model while they are wanted."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Samples per forward pass on one rank."""
     log_prob_use_dynamic_bsz: bool = False

@@ -59,7 +59,7 @@ _NO_VALIDATION = ("data.val_files is empty", "Give data.val_files")
 _GREEDY = ("rollout.val_kwargs.temperature is 0", "Raise rollout.val_kwargs.temperature")
 _NO_REWARD_FILE = ("reward.custom_reward_function.path is null", "Give reward.custom_reward_function.path")
 _NO_GPU = ("trainer.device is cpu", "Set trainer.device=cuda")
-_NO_REF = ("ref is null", "Choose a layout for it: parallel@ref.megatron=...")
+_NO_REF = ("ref is null", "Choose a layout for it (parallel@ref.megatron=...), or ref.megatron=null to swap it in")
 
 
 def _limits(switch: str, rows: tuple[str, ...], tokens: tuple[str, ...]) -> tuple[Needs, ...]:

@@ -10,7 +10,7 @@ The GPU side (pinned memory, giving memory back to the driver) has not been run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -219,12 +219,33 @@ class RoleMemory:
 
     @contextmanager
     def resident(self, *, train: bool) -> Iterator[None]:
-        """On the device inside of the block: the parameters, and for training all. Re-entrant. Local."""
+        """On the device inside of the block: the parameters, and for training all. Re-entrant. Local.
+
+        Raises:
+            RuntimeError: Training is wanted while the parameters are others' (:meth:`swapped`).
+        """
+        if train and self.parameters.is_lent:
+            raise RuntimeError(f"{self.parameters.name} are swapped for others, which are not to be trained.")
         wanted = (self.parameters, self.gradients, self.optimizer) if train else (self.parameters,)
         with ExitStack() as stack:
             for memory in wanted:
                 stack.enter_context(memory.used(release_after=self._offloads[memory]))
             yield
+
+    def copy_parameters(self) -> list[Tensor]:
+        """The parameters of this moment in host memory, for :meth:`swapped`. Local."""
+        return self.parameters.copy()
+
+    def swapped(self, contents: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Other parameters in the model inside of the block; optimizer and masters know nothing of it. Local.
+
+        Args:
+            contents: What :meth:`copy_parameters` gave.
+
+        Raises:
+            RuntimeError: The parameters are in use.
+        """
+        return self.parameters.filled_with(contents)
 
     def bytes_on_device(self) -> dict[str, int]:
         """Bytes that each kind of memory holds on the device now; storages that are shared count once."""

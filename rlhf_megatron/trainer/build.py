@@ -27,7 +27,7 @@ from rlhf_megatron.rewards.manager import RewardManager
 from rlhf_megatron.rewards.worker import RewardWorkerGroup
 from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.roles.critic import CriticWorkerGroup
-from rlhf_megatron.roles.reference import ReferenceWorkerGroup
+from rlhf_megatron.roles.reference import ReferenceWorkerGroup, SwappedReferenceWorkerGroup
 from rlhf_megatron.rollout.vllm_engine import VLLMEngine
 from rlhf_megatron.rollout.weight_sync import WeightSync
 from rlhf_megatron.rollout.worker import RolloutWorkerGroup
@@ -131,9 +131,11 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
         group=engine.world_group,
     )
-    critic, ref = roles.critic(home), roles.reference(home)
+    critic, ref = roles.critic(home), roles.reference(home, actor)
+    if isinstance(ref, SwappedReferenceWorkerGroup):
+        tracker.print(f"ref: {ref.layout}; the actor's initial weights, swapped into its model")
     for group in (actor, critic, ref):
-        if group is not None:
+        if group is not None and not isinstance(group, SwappedReferenceWorkerGroup):
             tracker.print(f"{group.engine.name}: {group.layout}; {group.engine.load_report}")
     kl_controller = make_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
     return PPOTrainer(
@@ -232,15 +234,18 @@ class Roles:
                 samples_per_prompt=config.rollout.n,
             )
 
-    def reference(self, home: Groups) -> ReferenceWorkerGroup | None:
-        """The frozen policy, when there is one."""
+    def reference(self, home: Groups, actor: ActorWorkerGroup) -> ReferenceWorkerGroup | None:
+        """The frozen policy, when there is one. Without a layout of its own it is the actor of this moment."""
         config = self._config
         if config.ref is None:
             return None
         with phase("build_ref"):
-            groups = self.groups_of(config.ref.megatron)
-            return ReferenceWorkerGroup(
-                self._engine("ref", "lm", config.ref.megatron, None, groups),
+            kind, engine = SwappedReferenceWorkerGroup, actor.engine
+            if config.ref.megatron is not None:
+                groups = self.groups_of(config.ref.megatron)
+                kind, engine = ReferenceWorkerGroup, self._engine("ref", "lm", config.ref.megatron, None, groups)
+            return kind(
+                engine,
                 home.layout,
                 config.data.max_response_length,
                 config.ref,

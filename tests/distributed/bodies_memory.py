@@ -6,13 +6,14 @@ import torch
 
 from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
 from rlhf_megatron.algorithms.masked import masked_stat
-from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
+from rlhf_megatron.config.roles import MegatronConfig, OptimConfig, RefConfig
 from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
 from rlhf_megatron.parallel.groups import build_groups
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.runtime import init_runtime
+from rlhf_megatron.roles.reference import ReferenceWorkerGroup, SwappedReferenceWorkerGroup
 from rlhf_megatron.roles.scoring import response_log_probs
 from rlhf_megatron.trainer.placement import to_home
 from tests.distributed.bodies_roles import OPTIM, fixed_prompts
@@ -150,3 +151,44 @@ def forward_calls(folder: str, options: dict[str, Any]) -> tuple[dict[str, list[
                 module.register_forward_hook(count)
     trained.step()
     return counts, len(trained.rows) // 2
+
+
+def swapped_reference(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Reference log-probs before, between and after updates of the actor, of a model of its own and swapped in.
+
+    Returns:
+        Both; the weights of an actor that lent its model and of one that did not; bytes on the device between calls;
+        what is said to who trains in the meantime.
+    """
+    runtime = init_runtime("cpu", 60)
+    lender, other = Trained(folder, options), Trained(folder, options)
+    layout = lender.engine.layout
+    config = MegatronConfig(**{"dtype": options["dtype"], **{k: v for k, v in options.items() if "parallel" in k}})
+    groups = build_groups(Layout.from_config(config, runtime.ranks))
+    own = MegatronEngine(EngineSpec("ref", folder, "lm", config, None, seed=9), groups, runtime)
+    settings: dict[str, Any] = {"log_prob_micro_batch_size_per_gpu": 2}
+    separate = ReferenceWorkerGroup(own, layout, 7, RefConfig(megatron=config, **settings), temperature=0.7)
+    swapped = SwappedReferenceWorkerGroup(
+        lender.engine, layout, 7, RefConfig(megatron=None, **settings), temperature=0.7
+    )
+    scores: dict[str, list[bytes]] = {"separate": [], "swapped": [], "actor": [], "other": []}
+    for _ in range(3):
+        for name, reference in (("separate", separate), ("swapped", swapped)):
+            answer = reference.compute_ref_log_prob(lender.rows)
+            scores[name].append(answer.batch["ref_log_prob"].numpy().tobytes())
+        for name, actor in (("actor", lender), ("other", other)):
+            scores[name].append(actor.log_probs().numpy().tobytes())
+            actor.step()
+    held = lender.engine.memory.bytes_on_device()
+    try:
+        with lender.engine.memory.swapped(swapped._weights):
+            lender.step()
+        error = "trained"
+    except RuntimeError as problem:
+        error = str(problem)
+    return {
+        "scores": scores,
+        "weights": {"actor": lender.weights(), "other": other.weights()},
+        "held": held,
+        "error": error,
+    }

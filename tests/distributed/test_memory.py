@@ -92,3 +92,31 @@ def test_a_frozen_model_and_its_chunks(world2: Any, folder: str) -> None:
 def test_memory_in_use_cannot_be_swapped(world1: Any, folder: str) -> None:
     (message,) = world1.run("tests.distributed.bodies_memory:swap_while_used", folder)
     assert "actor's parameters" in message and "in use" in message
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+@pytest.mark.parametrize(
+    ("dtype", "distributed", "tp", "pp"),
+    [("float32", True, 2, 1), ("bfloat16", True, 1, 1), ("bfloat16", False, 1, 2), ("float32", False, 1, 1)],
+)
+def test_the_swapped_reference_is_the_separate_one(
+    world2: Any, folder: str, dtype: str, distributed: bool, tp: int, pp: int, offload: bool
+) -> None:
+    """Bit for bit, however far the actor has gone; and the actor goes as if nothing had been swapped."""
+    options = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "dtype": dtype,
+        "use_distributed_optimizer": distributed,
+    }
+    for found in world2.run(
+        "tests.distributed.bodies_memory:swapped_reference", folder, options | (OFFLOAD if offload else {})
+    ):
+        scores = found["scores"]
+        assert scores["swapped"] == scores["separate"]
+        assert len(set(scores["separate"])) == 1
+        assert scores["actor"] == scores["other"]
+        assert len(set(scores["actor"])) == 3
+        assert found["weights"]["actor"] == found["weights"]["other"]
+        assert (found["held"]["params"] == 0) == offload
+        assert "actor's parameters are swapped" in found["error"]

@@ -513,6 +513,9 @@ WHOLE = (
     (FULL, UNIFORM, "actor.megatron.recompute_num_layers=3"),
     (FULL, BLOCK, "actor.megatron.recompute_num_layers=6"),
     ("actor.megatron.recompute_granularity=selective", "actor.megatron.recompute_modules=[core_attn,mlp,layernorm]"),
+    # The swapped reference has no layout of its own.
+    ("ref.megatron=null", "ref.log_prob_micro_batch_size_per_gpu=4", "algorithm.use_kl_in_reward=true"),
+    ("~ref", "ref.megatron=null"),
     FP8,
     (*FP8, "actor.megatron.fp8_recipe=blockwise"),
     ON_HOST,
