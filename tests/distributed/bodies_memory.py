@@ -10,6 +10,7 @@ from rlhf_megatron.config.roles import MegatronConfig, OptimConfig, RefConfig
 from rlhf_megatron.data.batching import MicroBatchLimit
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
+from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.parallel.groups import build_groups
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.runtime import init_runtime
@@ -192,3 +193,33 @@ def swapped_reference(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         "held": held,
         "error": error,
     }
+
+
+def small_updates(folder: str, lr: float, steps: int) -> dict[str, Any]:
+    """A norm's weights (between 0.5 and 1.5) in bf16 and their masters, before and after each of some Adam steps."""
+    options = {"tensor_model_parallel_size": 1, "dtype": "bfloat16", "use_distributed_optimizer": False}
+    # The denominator's term must not matter to the first step, which is the learning rate itself then.
+    trained = Trained(folder, options, OptimConfig(lr=lr, eps=1e-12, clip_grad=1e9))
+    chunk = trained.engine.chunks[0]
+    weight = chunk.decoder.layers[0].input_layernorm.weight
+    history = {"weight": [weight.float().tolist()], "master": [weight.main_param.tolist()]}
+    for _ in range(steps):
+        trained.step()
+        history["weight"].append(weight.float().tolist())
+        history["master"].append(weight.main_param.tolist())
+    buffers = [buffer.grad_data for module in trained.engine._trainable.modules for buffer in module.buffers]
+    return history | {
+        "parameters": sorted({str(p.dtype) for p in chunk.parameters()}),
+        "gradients": sorted({str(p.main_grad.dtype) for p in chunk.parameters()}),
+        "reduced": sorted({str(buffer.dtype) for buffer in buffers}),
+        "masters": sorted({str(p.main_param.dtype) for p in chunk.parameters()}),
+    }
+
+
+def optimizer_on_host(folder: str) -> str:
+    """What a CPU says to Megatron's hybrid optimizer."""
+    try:
+        Trained(folder, {"tensor_model_parallel_size": 1}, OptimConfig(optimizer_cpu_offload=True))
+    except ConfigError as error:
+        return str(error)
+    return "built"

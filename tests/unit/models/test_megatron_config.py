@@ -10,7 +10,7 @@ from rlhf_megatron.config.roles import MegatronConfig
 from rlhf_megatron.errors import ConfigError
 from rlhf_megatron.models.hf_config import ModelShape, Rope
 from rlhf_megatron.models.layer_specs import resolve_implementation
-from rlhf_megatron.models.megatron_config import layout_violations, transformer_config
+from rlhf_megatron.models.megatron_config import layout_violations, tokens_multiple, transformer_config
 
 SHAPE = ModelShape(
     family="llama",
@@ -79,3 +79,46 @@ def test_implementation() -> None:
     if resolve_implementation("auto", "cuda") == "torch":
         with pytest.raises(ConfigError, match="transformer-engine"):
             resolve_implementation("transformer_engine", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("tp", "options", "expected"),
+    [
+        (1, {}, 1),
+        (4, {}, 4),
+        (4, {"sequence_parallel": False}, 1),
+        (4, {"fp8": "hybrid"}, 64),
+        (4, {"fp8": "e4m3", "sequence_parallel": False}, 16),
+        (2, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 64),
+    ],
+)
+def test_tokens_are_a_multiple(tp: int, options: dict, expected: int) -> None:
+    assert tokens_multiple(MegatronConfig(tensor_model_parallel_size=tp, **options)) == expected
+
+
+def test_recompute_and_fp8_reach_megatron() -> None:
+    megatron = MegatronConfig(
+        tensor_model_parallel_size=1,
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=2,
+        fp8="hybrid",
+        fp8_recipe="blockwise",
+    )
+    config = transformer_config(SHAPE, megatron, torch.bfloat16)
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == ("full", "block", 2)
+    assert (config.fp8, config.fp8_recipe) == ("hybrid", "blockwise")
+    selective = MegatronConfig(tensor_model_parallel_size=1, recompute_granularity="selective")
+    assert transformer_config(SHAPE, selective, torch.bfloat16).recompute_modules == ["core_attn"]
+
+
+def test_units_of_recompute_fill_the_chunks() -> None:
+    broken = MegatronConfig(
+        tensor_model_parallel_size=1,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=4,
+    )
+    (violation,) = layout_violations(SHAPE, broken, "actor.megatron")
+    assert violation.key == "actor.megatron.recompute_num_layers"
+    assert violation.fix == "Choose 1, 2, 3 or 6."
