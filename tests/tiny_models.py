@@ -48,6 +48,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24},
     "qwen3_tied_bias": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": 5, "head_dim": 24},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": False,
+        # Of four layers the second is dense.
+        "mlp_only_layers": [1],
+    },
 }
 """Configuration values of each variant beyond :func:`tiny_config`'s."""
 

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 """Values of ``model_type`` that this version can train."""
+
+MOE_FAMILIES = ("mixtral", "qwen3_moe")
+"""Those of them with mixture-of-experts layers."""
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention has CPU kernels for (0.32, v1/attention/backends/cpu_attn.py)."""
@@ -31,6 +34,8 @@ class HFFacts:
         head_dim: Width of one head.
         max_length: Longest sequence that the positions are made for; as vLLM derives it (0.32, config/model.py): only
             linear scaling is not yet part of `max_position_embeddings`.
+        num_experts: Experts of a mixture-of-experts layer; 0 for a dense model.
+        moe_ffn_hidden_size: MLP columns of one expert; 0 for a dense model.
     """
 
     model_type: str
@@ -40,6 +45,8 @@ class HFFacts:
     head_dim: int
     ffn_hidden_size: int
     max_length: int
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
 
 
 def read_facts(folder: str | Path) -> HFFacts:
@@ -58,14 +65,18 @@ def read_facts(folder: str | Path) -> HFFacts:
     if missing:
         raise ValueError(f"it has no positive {', '.join(missing)}")
     heads = content["num_attention_heads"]
+    family = str(content.get("model_type"))
+    experts = _experts(content) if family in MOE_FAMILIES else 0
     return HFFacts(
-        model_type=str(content.get("model_type")),
+        model_type=family,
         num_layers=content["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=content.get("num_key_value_heads") or heads,
         head_dim=content.get("head_dim") or content["hidden_size"] // heads,
         ffn_hidden_size=content["intermediate_size"],
         max_length=int(content["max_position_embeddings"] * _linear_factor(content)),
+        num_experts=experts,
+        moe_ffn_hidden_size=(content.get("moe_intermediate_size") or content["intermediate_size"]) if experts else 0,
     )
 
 
@@ -84,6 +95,14 @@ def qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _experts(content: Mapping[str, Any]) -> int:
+    # transformers 5 writes num_local_experts for both families; published Qwen3-MoE folders have num_experts.
+    experts = content.get("num_local_experts", content.get("num_experts"))
+    if not _is_size(experts):
+        raise ValueError("it has no positive num_local_experts or num_experts")
+    return int(experts)  # pyright: ignore[reportArgumentType]
 
 
 def _linear_factor(content: Mapping[str, Any]) -> float:

@@ -55,6 +55,11 @@ class MegatronConfig(Node):
     """Ranks that share the experts of a mixture-of-experts layer."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each expert's matrices; `tensor_model_parallel_size` when null."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach the ranks of their experts; allgather pads all ranks' micro-batches to one size."""
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of mixture-of-experts layers (Switch Transformers, eq. 4) in training. It
+    is computed per micro-batch and averaged over tokens, so unlike other losses it depends on how rows are cut."""
     sequence_parallel: bool = True
     """Whether norms and dropout are split along the sequence over the tensor-parallel ranks (no effect at 1)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from rlhf_megatron.config import validate_batches, validate_effects, validate_files, validate_layout, validate_memory
+from rlhf_megatron.config import (
+    experts,
+    validate_batches,
+    validate_effects,
+    validate_files,
+    validate_layout,
+    validate_memory,
+)
 from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.parse import MISSING, parse
 from rlhf_megatron.config.ppo import PPOConfig
@@ -103,6 +110,7 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
     per_role = [
         *validate_layout.ROLE_RULES,
         *validate_memory.ROLE_RULES,
+        *experts.ROLE_RULES,
         *(validate_batches.PPO_ROLE_RULES if rl else validate_batches.SFT_ROLE_RULES),
         *validate_effects.ROLE_RULES,
     ]

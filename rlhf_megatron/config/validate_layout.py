@@ -20,25 +20,8 @@ from rlhf_megatron.config.rules import (
 )
 from rlhf_megatron.errors import Violation
 
-UNSUPPORTED: tuple[tuple[str, tuple[int | None, ...]], ...] = (
-    ("expert_model_parallel_size", (1,)),
-    ("expert_tensor_parallel_size", (None,)),
-)
-"""Leaves of a layout that this version has room for but cannot run yet, and the values that it can. Supporting one
-means removing its line here. A 1 in place of null is no null: one rank per expert is less than the tensor-parallel
-size."""
-
 TensorRule = tuple[str, Callable[[int], bool]]
 """What a tensor-parallel size must do, and whether a given one does."""
-
-
-def unsupported(config: Any, role: Role) -> Iterator[Violation]:
-    """Parallel sizes that this version cannot run."""
-    megatron = get(config, role.megatron)
-    for name, allowed in UNSUPPORTED if megatron is not None else ():
-        value = getattr(megatron, name)
-        if value not in allowed:
-            yield Violation(f"{role.megatron}.{name}", value, "is not supported yet by this version.", "Leave it out.")
 
 
 def fits_world(config: Any, role: Role) -> Iterator[Violation]:
@@ -115,6 +98,13 @@ def _shared_tensor_rules(facts: HFFacts, folder: str) -> list[TensorRule]:
     ]
 
 
+def _expert_rules(facts: HFFacts, folder: str) -> list[TensorRule]:
+    """vLLM cuts every expert over its tensor-parallel ranks."""
+    columns = facts.moe_ffn_hidden_size
+    text = f"must divide the {columns} MLP columns of each expert of {folder}."
+    return [(text, lambda tp: columns % tp == 0)] if facts.num_experts else []
+
+
 def _fused_rule(facts: HFFacts, folder: str) -> TensorRule:
     """Megatron-Core cuts the fused matrix by rows, wherever the cut falls; vLLM repeats whole heads instead."""
     rows = qkv_rows(facts.num_heads, facts.num_kv_heads, facts.head_dim)
@@ -138,7 +128,7 @@ def rollout_divides_model(config: Any) -> Iterator[Violation]:
             "rollout.tensor_model_parallel_size",
             config.rollout.tensor_model_parallel_size,
             facts,
-            _shared_tensor_rules(facts, config.model.path),
+            [*_shared_tensor_rules(facts, config.model.path), *_expert_rules(facts, config.model.path)],
         )
 
 
@@ -171,7 +161,7 @@ def device_fits(config: Any, role: Role) -> Iterator[Violation]:
         )
 
 
-ROLE_RULES = (unsupported, fits_world, divides_model, divides_layers, device_fits)
+ROLE_RULES = (fits_world, divides_model, divides_layers, device_fits)
 """Rules about each role of a root."""
 PPO_RULES = (rollout_fits_world, rollout_divides_model, rollout_head_size)
 """Rules about a PPO run."""

@@ -62,13 +62,15 @@ def build_model(
         raise LayoutError("a model is built inside of its role's `with context.active():`, but no layout is in force.")
     implementation = resolve_implementation(megatron.transformer_impl, context.device.type)
     layout, stage = groups.layout, groups.coordinates.pp
-    config = transformer_config(shape, megatron, dtype)
+    config = transformer_config(shape, megatron, dtype, implementation)
     chunks = []
-    for index, counts in enumerate(layout.pipeline.counts(shape.num_layers)):
+    places = layout.pipeline.places(shape.num_layers)
+    for index in range(layout.num_chunks):
+        layers = [layer for layer, place in enumerate(places) if (place.stage, place.chunk) == (stage, index)]
         is_last = stage == layout.pp - 1 and index == layout.num_chunks - 1
         chunk = RoleModel(
             config=config,
-            transformer_layer_spec=layer_submodules(shape, implementation, counts[stage]),  # pyright: ignore[reportArgumentType]
+            transformer_layer_spec=layer_submodules(shape, implementation, layers),  # pyright: ignore[reportArgumentType]
             vocab_size=padded_vocab_size(shape.vocab_size, megatron.tensor_model_parallel_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=stage == 0 and index == 0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.hf_facts import FAMILIES
+from rlhf_megatron.config.hf_facts import FAMILIES, MOE_FAMILIES
 from rlhf_megatron.errors import ConfigError, Violation, WeightError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -48,6 +48,11 @@ class ModelShape:
         qk_norm: RMSNorm on each head's query and key.
         dtype: Name of the type the files were saved in (``float32`` or ``bfloat16`` or ``float16``).
         initializer_range: Standard deviation of new weights (the scalar head's).
+        num_experts: Experts of a mixture-of-experts layer; 0 for a dense model.
+        experts_per_token: Experts that each token is sent to.
+        moe_ffn_hidden_size: MLP columns of one expert.
+        norm_topk_prob: Whether the chosen experts' probabilities are divided by their sum.
+        moe_layers: One flag per layer: whether its MLP is a mixture of experts. Empty for a dense model.
     """
 
     family: str
@@ -70,6 +75,15 @@ class ModelShape:
     window_layers: tuple[bool, ...] = ()
     dtype: str = "bfloat16"
     initializer_range: float = 0.02
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    norm_topk_prob: bool = True
+    moe_layers: tuple[bool, ...] = ()
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the MLP of a layer (counted from 0) is a mixture of experts."""
+        return bool(self.moe_layers) and self.moe_layers[layer]
 
     @classmethod
     def from_folder(cls, path: str | Path, trust_remote_code: bool = False) -> "ModelShape":
@@ -134,6 +148,13 @@ def _violations(config: Any, file: str) -> list[Violation]:
         value = rope["partial_rotary_factor"]
         rule = "must be 1: heads are rotated whole."
         found.append(Violation(f"{file}: partial_rotary_factor", value, rule, "Choose another model."))
+    if getattr(config, "router_jitter_noise", 0.0):
+        value = config.router_jitter_noise
+        found.append(Violation(f"{file}: router_jitter_noise", value, "must be 0.", "Set it to 0 in the folder."))
+    if getattr(config, "num_experts_per_tok", 2) < 2 and getattr(config, "norm_topk_prob", True):
+        rule = "must be at least 2 when probabilities are normalised: the one expert's would always be 1."
+        value = config.num_experts_per_tok
+        found.append(Violation(f"{file}: num_experts_per_tok", value, rule, "Choose another model."))
     return found
 
 
@@ -158,19 +179,36 @@ def _from_config(family: str, config: Any) -> ModelShape:
         qkv_bias=family == "qwen2" or attention_bias,
         out_bias=family != "qwen2" and attention_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=config.sliding_window if any(windows) else None,
         window_layers=windows if any(windows) else (),
         dtype=str(config.dtype or "float32").removeprefix("torch."),
         initializer_range=config.initializer_range,
+        **(_experts(config) if family in MOE_FAMILIES else {}),
     )
 
 
+def _experts(config: Any) -> dict[str, Any]:
+    """The mixture-of-experts fields; Mixtral's experts have its `intermediate_size`, and all its layers are such."""
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+    return {
+        "num_experts": config.num_local_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
+        # transformers/models/mixtral/modeling_mixtral.py (5.19): always divided by their sum.
+        "norm_topk_prob": bool(getattr(config, "norm_topk_prob", True)),
+        "moe_layers": tuple(
+            layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers)
+        ),
+    }
+
+
 def _window_layers(family: str, config: Any) -> tuple[bool, ...]:
-    """Which layers are windowed: all of Mistral's when it has a window, those that ``layer_types`` names elsewhere."""
+    """Which layers are windowed: all that Mistral and the mixtures of experts have, if they have a window; elsewhere
+    those that ``layer_types`` names."""
     if getattr(config, "sliding_window", None) is None:
         return ()
-    if family == "mistral":
+    if family == "mistral" or family in MOE_FAMILIES:
         return (True,) * config.num_hidden_layers
     return tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ())
 

@@ -5,6 +5,7 @@ GPU. ``auto`` takes Transformer Engine when it can be imported.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rlhf_megatron.errors import ConfigError, Violation
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.models.router import BalancedRouter
 from rlhf_megatron.models.torch_layers import RMSNorm, TorchAttention
 
 
@@ -71,30 +73,45 @@ def resolve_implementation(name: str, device_type: str, key: str = "transformer_
     return name
 
 
-def layer_submodules(shape: ModelShape, implementation: str, num_layers: int) -> TransformerBlockSubmodules:
+def layer_submodules(shape: ModelShape, implementation: str, layers: Sequence[int]) -> TransformerBlockSubmodules:
     """The specification of a model chunk's transformer block.
 
     Args:
         shape: The model.
         implementation: ``transformer_engine`` or ``torch``.
-        num_layers: Layers in the chunk.
+        layers: Indices, in the whole network, of the chunk's layers.
 
     Raises:
         ConfigError: Transformer Engine's specification cannot express the model's biases.
     """
     if implementation == "torch":
-        return TransformerBlockSubmodules(layer_specs=[_torch_layer(shape)] * num_layers, layer_norm=RMSNorm)
-    if not (shape.qkv_bias >= shape.mlp_bias and shape.out_bias == shape.mlp_bias):
-        rule = "cannot build a model whose attention and MLP projections differ in having biases."
-        raise ConfigError([Violation("transformer_impl", implementation, rule, "Choose torch.")])
-    from megatron.core.extensions.transformer_engine import TENorm
+        make, norm = _torch_layer, RMSNorm
+    else:
+        if not (shape.qkv_bias >= shape.mlp_bias and shape.out_bias == shape.mlp_bias):
+            rule = "cannot build a model whose attention and MLP projections differ in having biases."
+            raise ConfigError([Violation("transformer_impl", implementation, rule, "Choose torch.")])
+        from megatron.core.extensions.transformer_engine import TENorm
 
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+        make, norm = _engine_layer, TENorm
+    specs = {is_moe: make(shape, is_moe) for is_moe in {shape.is_moe_layer(layer) for layer in layers}}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[shape.is_moe_layer(layer)] for layer in layers], layer_norm=norm
+    )
 
 
-def _torch_layer(shape: ModelShape) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+def _engine_layer(shape: ModelShape, is_moe: bool) -> ModuleSpec:
+    """Transformer Engine's layer; experts are one grouped matrix product. Not run: it needs a GPU and that package."""
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.num_experts if is_moe else None, moe_grouped_gemm=is_moe, qk_layernorm=shape.qk_norm
+    )
+    _set_router(spec, is_moe)
+    return spec
+
+
+def _torch_layer(shape: ModelShape, is_moe: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts if is_moe else None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
     layer: Any = spec.submodules
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
@@ -106,4 +123,11 @@ def _torch_layer(shape: ModelShape) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
+    _set_router(spec, is_moe)
     return spec
+
+
+def _set_router(spec: ModuleSpec, is_moe: bool) -> None:
+    if is_moe:
+        layer: Any = spec.submodules
+        layer.mlp.submodules.router = BalancedRouter

@@ -1,10 +1,11 @@
 """From a model's shape and a role's parallel settings to Megatron-Core's ``TransformerConfig``; the rules between."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf_megatron.config.experts import expert_violations
 from rlhf_megatron.config.hf_facts import kv_heads_fit, qkv_rows
 from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.roles import MegatronConfig
@@ -39,11 +40,14 @@ def layout_violations(shape: ModelShape, megatron: MegatronConfig, key: str) -> 
     tensor_rule(fused % tp == 0, f"must divide the {fused} rows of query, key and value.", "Choose a divisor.")
     ffn_rule = f"must divide the model's MLP size {shape.ffn_hidden_size}."
     tensor_rule(shape.ffn_hidden_size % tp == 0, ffn_rule, "Choose a divisor.")
+    found += expert_violations(shape.num_experts, shape.moe_ffn_hidden_size, megatron, key, "the model")
     found += pipeline_violations(PipelineShape.from_config(megatron), key, shape.num_layers, "the model")
     return found + recompute_violations(megatron, key, shape.num_layers)
 
 
-def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch.dtype) -> "TransformerConfig":
+def transformer_config(
+    shape: ModelShape, megatron: MegatronConfig, dtype: torch.dtype, implementation: str = "torch"
+) -> "TransformerConfig":
     """Megatron-Core's configuration for a model under a layout.
 
     Fusions that need Apex or Transformer Engine are off; :mod:`~rlhf_megatron.models.layer_specs` turns on those that
@@ -53,6 +57,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch
         shape: The model.
         megatron: The role's parallel settings.
         dtype: Type of parameters, activations and what travels between stages.
+        implementation: ``transformer_engine`` or ``torch``.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -90,8 +95,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig, dtype: torch
         # Interleaved stages exchange both directions at once; without overlap, two stages would mix them up.
         overlap_p2p_comm=pipeline.chunks is not None,
         batch_p2p_comm=pipeline.chunks is None,
-        # Checked together with the line above also where there are no experts.
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
+        **(_expert_settings(shape, megatron, implementation) if shape.num_experts else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -126,6 +131,23 @@ def tokens_multiple(megatron: MegatronConfig) -> int:
     """
     on_each = 1 if megatron.fp8 is None else 32 if megatron.fp8_recipe == "mxfp8" else 16
     return on_each * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
+
+
+def _expert_settings(shape: ModelShape, megatron: MegatronConfig, implementation: str) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_layer_freq": [int(is_moe) for is_moe in shape.moe_layers],
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        # A softmax over the chosen logits is the softmax over all of them divided by the sum of the chosen.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if megatron.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": megatron.moe_aux_loss_coeff,
+        "moe_grouped_gemm": implementation == "transformer_engine",
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+    }
 
 
 def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,40 @@ def _leave_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fal
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _gather_parts(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gather parts of different lengths (tokens of experts), which Gloo's all-gather refuses: by one broadcast each."""
+
+    @functools.wraps(original)
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        parts = [input_.new_empty((size, *input_.shape[1:])) for size in output_split_sizes]
+        parts[group.rank()] = input_.contiguous()
+        for index, part in enumerate(parts):
+            torch.distributed.broadcast(part, group=group, group_src=index)
+        return torch.cat(parts)
+
+    return gather
+
+
+def _reduce_scatter_parts(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The reverse of :func:`_gather_parts`: the sum over all ranks of each rank's part."""
+
+    @functools.wraps(original)
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    return reduce_scatter
+
+
 def _get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -161,6 +195,7 @@ def _cpu_device(*_args: Any) -> torch.device:
 
 def _replacements() -> list[_Patch]:
     import torch.cuda.random as cuda_random
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -186,6 +221,8 @@ def _replacements() -> list[_Patch]:
     patches += [(megatron_random, "_get_cuda_rng_state", _get_rng_state)]
     patches += [(megatron_random, "_set_cuda_rng_state", _set_rng_state)]
     patches += [(token_dispatcher, "maybe_move_tensor_to_cpu", _leave_on_cpu)]
+    for name, wrap in (("_gather", _gather_parts), ("_reduce_scatter", _reduce_scatter_parts)):
+        patches += [(mappings, f"{name}_along_first_dim", wrap(getattr(mappings, f"{name}_along_first_dim")))]
     return patches
 
 

@@ -3,10 +3,13 @@
 Loading, export, weight sync and the scalar head all derive from it. A family is a tuple of :class:`Entry`; ``{layer}``
 in the HuggingFace names is the layer's global index, in the Megatron name its index within the model chunk. Megatron
 names are those of the torch layer spec; :data:`TRANSFORMER_ENGINE_NAMES` says where Transformer Engine's fused modules
-keep the same tensors. Mixture-of-experts families come later: a cut ``EXPERT`` and their entries are what they add.
+keep the same tensors. An entry whose names hold ``{expert}`` stands for each expert of a layer: in the HuggingFace
+names that is its global index, in the Megatron name its index on the expert-parallel rank; its cut is over the
+expert-tensor-parallel ranks.
 """
 
 import enum
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,10 +35,15 @@ class Cut(enum.Enum):
 
 
 class Place(enum.Enum):
-    """Which pipeline stage holds a parameter."""
+    """Where in the network a parameter is, hence which pipeline stage holds it."""
 
     FIRST = "first"
     LAYER = "layer"
+    """Every layer."""
+    DENSE_LAYER = "dense_layer"
+    """Every layer without experts."""
+    MOE_LAYER = "moe_layer"
+    """Every mixture-of-experts layer."""
     LAST = "last"
 
 
@@ -59,6 +67,11 @@ class Entry:
     place: Place = Place.LAYER
     needs: str | None = None
 
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether the entry stands for one parameter of each expert."""
+        return "{expert}" in self.megatron
+
 
 def _one(megatron: str, hf: str, dims: str, cut: Cut, place: Place = Place.LAYER, needs: str | None = None) -> Entry:
     return Entry(megatron, (hf,), (tuple(dims.split()),), cut, place, needs)
@@ -70,7 +83,7 @@ _H = "model.layers.{layer}."
 _QKV_HF = tuple(_H + f"self_attn.{x}_proj." for x in "qkv")
 _GATE_UP_HF = (_H + "mlp.gate_proj.", _H + "mlp.up_proj.")
 
-_DECODER = (
+_ATTENTION = (
     _one("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden", Cut.VOCABULARY, Place.FIRST),
     _one(_M + "input_layernorm.weight", _H + "input_layernorm.weight", "hidden", Cut.REPLICATED),
     Entry(
@@ -91,21 +104,6 @@ _DECODER = (
         _M + "self_attention.linear_proj.bias", _H + "self_attn.o_proj.bias", "hidden", Cut.REPLICATED, needs="out_bias"
     ),
     _one(_M + "pre_mlp_layernorm.weight", _H + "post_attention_layernorm.weight", "hidden", Cut.REPLICATED),
-    Entry(
-        _M + "mlp.linear_fc1.weight",
-        tuple(name + "weight" for name in _GATE_UP_HF),
-        (("ffn", "hidden"), ("ffn", "hidden")),
-        Cut.GATE_UP,
-    ),
-    Entry(
-        _M + "mlp.linear_fc1.bias",
-        tuple(name + "bias" for name in _GATE_UP_HF),
-        (("ffn",), ("ffn",)),
-        Cut.GATE_UP,
-        needs="mlp_bias",
-    ),
-    _one(_M + "mlp.linear_fc2.weight", _H + "mlp.down_proj.weight", "hidden ffn", Cut.ROW),
-    _one(_M + "mlp.linear_fc2.bias", _H + "mlp.down_proj.bias", "hidden", Cut.REPLICATED, needs="mlp_bias"),
     _one("decoder.final_layernorm.weight", "model.norm.weight", "hidden", Cut.REPLICATED, Place.LAST),
     _one("output_layer.weight", "lm_head.weight", "vocab hidden", Cut.VOCABULARY, Place.LAST, "lm_head"),
     _one("output_layer.weight", "score.weight", "one hidden", Cut.REPLICATED, Place.LAST, "value_head"),
@@ -116,11 +114,65 @@ _QK_NORM = (
     _one(_M + "self_attention.k_layernorm.weight", _H + "self_attn.k_norm.weight", "head_dim", Cut.REPLICATED),
 )
 
+_MLP = (
+    Entry(
+        _M + "mlp.linear_fc1.weight",
+        tuple(name + "weight" for name in _GATE_UP_HF),
+        (("ffn", "hidden"), ("ffn", "hidden")),
+        Cut.GATE_UP,
+        Place.DENSE_LAYER,
+    ),
+    Entry(
+        _M + "mlp.linear_fc1.bias",
+        tuple(name + "bias" for name in _GATE_UP_HF),
+        (("ffn",), ("ffn",)),
+        Cut.GATE_UP,
+        Place.DENSE_LAYER,
+        needs="mlp_bias",
+    ),
+    _one(_M + "mlp.linear_fc2.weight", _H + "mlp.down_proj.weight", "hidden ffn", Cut.ROW, Place.DENSE_LAYER),
+    _one(
+        _M + "mlp.linear_fc2.bias",
+        _H + "mlp.down_proj.bias",
+        "hidden",
+        Cut.REPLICATED,
+        Place.DENSE_LAYER,
+        "mlp_bias",
+    ),
+)
+
+
+def _experts(router: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
+    """A mixture-of-experts layer by the HuggingFace names of its parts."""
+    expert = _M + "mlp.experts.local_experts.{expert}."
+    return (
+        _one(_M + "mlp.router.weight", _H + router, "experts hidden", Cut.REPLICATED, Place.MOE_LAYER),
+        Entry(
+            expert + "linear_fc1.weight",
+            (_H + gate, _H + up),
+            (("moe_ffn", "hidden"), ("moe_ffn", "hidden")),
+            Cut.GATE_UP,
+            Place.MOE_LAYER,
+        ),
+        _one(expert + "linear_fc2.weight", _H + down, "hidden moe_ffn", Cut.ROW, Place.MOE_LAYER),
+    )
+
+
+_MIXTRAL = _experts(
+    "block_sparse_moe.gate.weight", *(f"block_sparse_moe.experts.{{expert}}.{w}.weight" for w in ("w1", "w3", "w2"))
+)
+_QWEN3_MOE = _experts(
+    "mlp.gate.weight", *(f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+)
+_DECODER = _ATTENTION + _MLP
+
 TABLES: dict[str, tuple[Entry, ...]] = {
     "llama": _DECODER,
     "mistral": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER + _QK_NORM,
+    "mixtral": _ATTENTION + _MIXTRAL,
+    "qwen3_moe": _DECODER + _QK_NORM + _QWEN3_MOE,
 }
 
 TRANSFORMER_ENGINE_NAMES = {
@@ -128,6 +180,9 @@ TRANSFORMER_ENGINE_NAMES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Ends of Megatron names in the torch layer spec, and the ends that Transformer Engine's fused modules use instead."""
+
+_GROUPED_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
+"""Transformer Engine's grouped MLP numbers the weights of one module: ``experts.linear_fc1.weight0``, ..."""
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
@@ -139,6 +194,8 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "kv": shape.num_kv_heads * shape.head_dim,
         "ffn": shape.ffn_hidden_size,
         "head_dim": shape.head_dim,
+        "experts": shape.num_experts,
+        "moe_ffn": shape.moe_ffn_hidden_size,
         "one": 1,
     }
 
@@ -179,4 +236,8 @@ def parameter_name(name: str, present: Iterable[str]) -> str:
     for torch_end, engine_end in TRANSFORMER_ENGINE_NAMES.items():
         if name.endswith(torch_end) and name.removesuffix(torch_end) + engine_end in names:
             return name.removesuffix(torch_end) + engine_end
+    if (expert := _GROUPED_EXPERT.match(name)) is not None:
+        grouped = f"{expert[1]}.{expert[3]}{expert[2]}"
+        if grouped in names:
+            return grouped
     raise WeightError(f"the model has no parameter {name}. Its layer spec and the weight table disagree.")

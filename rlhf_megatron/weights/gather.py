@@ -1,8 +1,12 @@
 """From the shards of a Megatron-Core model to full HuggingFace tensors on every rank, in buckets of bounded size.
 
-Nothing but names and shapes that every rank computes for itself decides what travels, so there is no negotiation: the
-stage that holds a parameter broadcasts each tensor-parallel rank's shard along the pipeline, then the shards are
-gathered over the tensor-parallel group and merged. Bit exact: bytes travel, not numbers.
+Nothing but names and shapes that every rank computes for itself decides what travels, so there is no negotiation: of
+each tensor every rank makes room for the whole, and each of its slices is broadcast over the ranks of one copy of the
+model (tensor-, expert- and pipeline-parallel ones) by one that holds it, straight into its place. Bit exact: bytes
+travel, not numbers.
+
+Memory per rank above the model's own: the bucket, and while its last parameter is being filled at most one slice more
+(a slice of columns, which is not contiguous; at most half of the parameter).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +21,7 @@ from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.weights.catalog import Item, catalog
 from rlhf_megatron.weights.families import Cut
 from rlhf_megatron.weights.load import ParameterFinder
-from rlhf_megatron.weights.shard import merge
+from rlhf_megatron.weights.shard import segments
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -42,7 +46,7 @@ def iterate_hf(
 
     Yields:
         Lists of name and contiguous tensor, on the model's device. Use up a list before taking the next: it is emptied
-        then, so that at most one bucket and one more parameter (being merged) are alive.
+        then, so that no more than one bucket is alive, and one slice of its last parameter while that arrives.
     """
     layout = groups.layout
     model = unwrap(chunks[0])
@@ -74,23 +78,41 @@ def item_bytes(item: Item, dtype: torch.dtype) -> int:
 def _gather(
     parameters: ParameterFinder, item: Item, groups: Groups, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    tp = groups.layout.tp
-    if item.stage == groups.coordinates.pp:
-        # What is handed out must be apart from the parameter, which training goes on changing; merging copies, too.
-        is_handed_out = item.slicing.cut is Cut.REPLICATED
-        shard = parameters(item).detach().to(dtype, copy=is_handed_out).contiguous()
-    else:
-        shard = torch.empty(item.slicing.local_shape(tp), dtype=dtype, device=device)
-    if groups.layout.pp > 1:
-        dist.broadcast(_bytes(shard), src=groups.pp_ranks[item.stage], group=groups.pp)
-    if tp == 1 or item.slicing.cut is Cut.REPLICATED:
-        return merge([shard], item.slicing)
-    full = torch.empty((tp, *shard.shape), dtype=dtype, device=device)
-    dist.all_gather_into_tensor(_bytes(full), _bytes(shard), group=groups.tp)
-    del shard
-    return merge(list(full.unbind()), item.slicing)
+    """An item's full tensors. Every slice is broadcast by a rank that holds it, straight into its place."""
+    layout, slicing = groups.layout, item.slicing
+    size = item.shard_size(layout)
+    full = [torch.empty(shape, dtype=dtype, device=device) for shape in slicing.shapes]
+    mine = item.shard_rank(layout, groups.rank)
+    shard = None if mine is None else parameters(item).detach()
+    group, sources = _sources(item, groups)
+    for index, source in enumerate(sources):
+        for piece in segments(slicing, index, size):
+            length = piece.stop - piece.start
+            target = full[piece.source].narrow(slicing.dim, piece.start, length)
+            if shard is not None and (mine == index or slicing.cut is Cut.REPLICATED):
+                target.copy_(shard.narrow(slicing.dim, piece.offset, length))
+            if group.size() > 1:
+                _broadcast(target, source, group)
+    return full
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory as bytes: exact for every type, and every backend can send them."""
-    return tensor.view(-1).view(torch.uint8)
+def _sources(item: Item, groups: Groups) -> tuple[dist.ProcessGroup, Sequence[int]]:
+    """The group in which an item's slices are broadcast, and the global rank that has each of them."""
+    layout, size = groups.layout, item.shard_size(groups.layout)
+    if item.slicing.cut is Cut.REPLICATED:
+        # Along the pipeline only: what should be equal on all tensor-parallel ranks is not made so here.
+        return groups.pp, groups.pp_ranks[item.stage : item.stage + 1]
+    if item.expert_rank is None:
+        first = size * item.stage
+        return groups.mp, layout.group_of("tp-pp", groups.rank)[first : first + size]
+    # Ranks ascend: expert-tensor-parallel neighbours first, then expert-parallel ones, then stages.
+    first = size * (item.expert_rank + layout.ep * item.stage)
+    return groups.tp_ep_pp, layout.group_of("etp-ep-pp", groups.rank)[first : first + size]
+
+
+def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fills a tensor, or a part of one, with what the source has there: bytes, which every backend can send exactly."""
+    whole = tensor.contiguous()
+    dist.broadcast(whole.view(-1).view(torch.uint8), src=source, group=group)
+    if whole is not tensor:
+        tensor.copy_(whole)

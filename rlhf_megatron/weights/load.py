@@ -72,19 +72,19 @@ def load_hf(
     layout = groups.layout
     head = head or unwrap(chunks[0]).head
     items = catalog(shape, head, layout)
-    place = layout.coordinates(groups.rank)
     parameters = ParameterFinder(chunks)
     with HFReader(folder) as reader:
         report = _check_names(reader, items, shape, head, allow_unexpected)
         _check_shapes(reader, items, report)
         for item in items:
-            if item.stage == place.pp and item.hf[0] not in report.new:
-                _fill(parameters(item), item, reader, place.tp, layout.tp)
+            shard = item.shard_rank(layout, groups.rank)
+            if shard is not None and item.hf[0] not in report.new:
+                _fill(parameters(item), item, reader, shard, item.shard_size(layout))
     return report
 
 
 class ParameterFinder:
-    """Finds the parameters of this stage's items.
+    """Finds the parameters of this rank's items.
 
     Args:
         chunks: This rank's chunks, bare or wrapped.
@@ -94,7 +94,7 @@ class ParameterFinder:
         self._chunks = [dict(unwrap(chunk).named_parameters()) for chunk in chunks]
 
     def __call__(self, item: Item) -> torch.nn.Parameter:
-        """The parameter of an item whose stage is this rank's.
+        """The parameter of an item of which this rank holds a shard.
 
         Raises:
             WeightError: The chunk has no such parameter.

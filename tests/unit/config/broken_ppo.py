@@ -346,10 +346,19 @@ LAYOUTS = (
         ),
         "and so does num_layers_in_first_pipeline_stage 2",
     ),
-    case(
-        "actor.megatron.expert_tensor_parallel_size",
-        "actor.megatron.expert_tensor_parallel_size=1",
-        "not supported yet by this version",
+    *(
+        case(
+            f"actor.megatron.{leaf}",
+            f"actor.megatron.{leaf}={value}",
+            "has no experts",
+            f"~actor.megatron.{leaf}",
+        )
+        for leaf, value in (
+            ("expert_model_parallel_size", 2),
+            ("expert_tensor_parallel_size", 1),
+            ("moe_token_dispatcher_type", "alltoall"),
+            ("moe_aux_loss_coeff", 0.001),
+        )
     ),
     case("actor.megatron.transformer_impl", "actor.megatron.transformer_impl=transformer_engine", "needs a GPU"),
 )
