@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
@@ -67,7 +68,8 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
     """Loads a stream of full, HuggingFace-named tensors into vLLM's model.
 
     Memory above vLLM's own weights: :attr:`deferred_bytes` (tensors of layers that are not complete yet; with a stream
-    in layer order less than the tensors of one fused parameter, for example q and k of one layer) and, while a layer is
+    in layer order less than the tensors of one fused parameter, for example q and k of one layer, or all experts of one
+    layer, which vLLM fuses) and, while a layer is
     being finished, that layer's local shard once more unpacked and once packed.
     """
 
@@ -99,6 +101,17 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
                 weight = cast(torch.Tensor, layer.weight)
                 elements = layer.shard_indices.num_org_elements * weight.shape[1]
                 setattr(weight, _ELEMENTS_TO_LOAD, elements)
+            self._expect_packing(layer)
+
+    def _expect_packing(self, layer: torch.nn.Module) -> None:
+        """Make vLLM pack a layer's experts again on CPU.
+
+        Once there is a kernel it only copies new experts over the old (0.32, ``UnquantizedFusedMoEMethod``), which is
+        right for the GPU's, but leaves those of a CPU as they came; without one it makes it anew, and packs them.
+        """
+        quant_method = getattr(layer, "quant_method", None)
+        if self.device.type == "cpu" and isinstance(quant_method, FusedMoEMethodBase):
+            quant_method.moe_kernel = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket; a failure leaves every layer runnable but with mixed old and new weights.

@@ -13,6 +13,7 @@ from rlhf_megatron.parallel.runtime import init_runtime
 from rlhf_megatron.roles.scoring import response_log_probs
 from rlhf_megatron.rollout.sampling import SamplingRequest
 from rlhf_megatron.rollout.weight_sync import WeightSync
+from tests.distributed.bodies_models import Parallel
 from tests.distributed.bodies_roles import megatron
 from tests.distributed.bodies_rollout import engine_for
 
@@ -22,31 +23,29 @@ TEMPERATURE = 0.8
 Samples = list[tuple[list[int], list[float]]]
 
 
-def sync_and_compare(
-    folder: str, rollout_tp: int, layouts: list[tuple[int, int]]
-) -> tuple[dict[tuple[int, int], float], Samples]:
-    """For each (tp, pp) of the trainer: sync, sample, score.
+def sync_and_compare(folder: str, rollout_tp: int, layouts: list[Parallel]) -> tuple[list[float], Samples]:
+    """For each layout of the trainer: sync, sample, score.
 
     Returns:
         |Megatron - vLLM| log-prob of sampled tokens, the largest over all ranks, by layout; and what was sampled last.
     """
     rollout = engine_for(folder, rollout_tp)
-    differences, samples = {}, []
+    differences, samples = [], []
     for layout in layouts:
         trainer = _trainer(folder, layout)
         WeightSync(trainer.hf_weights, rollout, bucket_bytes=1 << 16, group=rollout.world_group).sync()
         requests = [SamplingRequest(max_tokens=12, temperature=TEMPERATURE, seed=seed) for seed in range(len(PROMPTS))]
         samples = [(item.token_ids, item.log_probs) for item in rollout.generate(PROMPTS, requests)]
-        differences[layout] = _largest_difference(trainer, samples)
+        differences.append(_largest_difference(trainer, samples))
     return differences, samples
 
 
-def compare(folder: str, layout: tuple[int, int], samples: Samples) -> float:
+def compare(folder: str, layout: Parallel, samples: Samples) -> float:
     """|Megatron - vLLM| log-prob of tokens that were sampled in another world, the largest over all ranks."""
     return _largest_difference(_trainer(folder, layout), samples)
 
 
-def _trainer(folder: str, layout: tuple[int, int]) -> MegatronEngine:
+def _trainer(folder: str, layout: Parallel) -> MegatronEngine:
     runtime, config = init_runtime("cpu", 120), megatron(*layout)
     groups = build_groups(Layout.from_config(config, runtime.ranks))
     return MegatronEngine(EngineSpec("actor", folder, "lm", config, None, seed=0), groups, runtime)

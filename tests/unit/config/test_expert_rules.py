@@ -10,8 +10,6 @@ from rlhf_megatron.config.compose import compose
 from rlhf_megatron.config.hf_facts import read_facts
 from rlhf_megatron.errors import ConfigError, Violation
 
-FOUR_RANKS = ("trainer.n_gpus_per_node=4",)
-
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -36,7 +34,7 @@ def violations(folder: str, *overrides: str) -> tuple[Violation, ...]:
         (
             "actor.megatron.expert_model_parallel_size",
             (
-                *FOUR_RANKS,
+                "trainer.n_gpus_per_node=4",
                 "actor.megatron.expert_model_parallel_size=4",
                 "actor.megatron.expert_tensor_parallel_size=1",
             ),
