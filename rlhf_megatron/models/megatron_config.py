@@ -90,8 +90,9 @@ def transformer_config(
         pipeline_model_parallel_layout=pipeline.layout,
         context_parallel_size=megatron.context_parallel_size,
         sequence_parallel=megatron.sequence_parallel and tp > 1,
-        # Micro-batches are as long as their longest row, so stages must tell each other the shape.
-        variable_seq_lengths=pp > 1,
+        # Micro-batches are as long as their longest row, so stages must tell each other the shape. Not with allgather,
+        # for which the engine pads all to one shape.
+        variable_seq_lengths=pp > 1 and megatron.moe_token_dispatcher_type != "allgather",
         # Interleaved stages exchange both directions at once; without overlap, two stages would mix them up.
         overlap_p2p_comm=pipeline.chunks is not None,
         batch_p2p_comm=pipeline.chunks is None,
