@@ -6,8 +6,8 @@ into vLLM. This transport is the oracle of any faster one: it moves whole tensor
 Memory per rank above the resident weights of trainer and vLLM: one bucket plus what vLLM still waits with (layers of
 which a part has come; less than the tensors of one fused parameter when the stream is in layer order). That sum is
 measured as ``weight_sync/peak_extra_bytes`` and stays below one bucket plus the largest tensor; vLLM fuses all experts
-of a layer, so for a mixture of experts it is one bucket plus the experts of one layer. On top of it vLLM holds, while it
-finishes a layer, that layer's local shard once more unpacked and once packed; nothing of it outlives the layer.
+of a layer, so for a mixture of experts it is one bucket plus the experts of one layer. On top of it vLLM holds, while
+it finishes a layer, that layer's local shard once more unpacked and once packed; nothing of it outlives the layer.
 """
 
 import hashlib
