@@ -39,6 +39,9 @@ def expert_violations(num_experts: int, moe_ffn: int, megatron: Any, key: str, m
         rule = f"must be true for the experts of {model} while tensor_model_parallel_size is {tp}."
         fix = "Leave it out, or set the tensor-parallel size to 1."
         found.append(Violation(f"{key}.sequence_parallel", False, rule, fix))
+    if megatron.moe_token_dispatcher_type == "allgather" and not megatron.use_remove_padding:
+        rule = "must be true with moe_token_dispatcher_type=allgather, which needs as many tokens on every rank."
+        found.append(Violation(f"{key}.use_remove_padding", False, rule, "Leave it out, or choose alltoall."))
     return found
 
 

@@ -99,6 +99,20 @@ def to_packed_inputs(
     return ModelInputs(tokens[None], labels[None], positions[None], lengths, *indices, bounds)
 
 
+def real_tokens(inputs: ModelInputs, rows: DataProto) -> Tensor:
+    """Which positions hold tokens of rows that count: bool, of the shape of ``inputs.tokens``.
+
+    Args:
+        inputs: What the model is given.
+        rows: The rows it was made of; one whose ``response_mask`` is all zero counts for nothing.
+    """
+    lengths = inputs.lengths * rows.batch["response_mask"].bool().any(1)
+    if inputs.bounds:
+        widths = torch.tensor(inputs.bounds, device=lengths.device).diff()
+        return inputs.position_ids < torch.repeat_interleave(lengths, widths)[None]
+    return inputs.position_ids < lengths[:, None]
+
+
 def take_response(values: Tensor, inputs: ModelInputs) -> Tensor:
     """Picks the outputs about answer tokens.
 

@@ -24,13 +24,14 @@ from rlhf_megatron.algorithms.masked import Stat
 from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
 from rlhf_megatron.data.batching import MicroBatchLimit, plan_micro_batches
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.data.shift import ModelInputs, to_model_inputs, to_packed_inputs
+from rlhf_megatron.data.shift import ModelInputs, real_tokens, to_model_inputs, to_packed_inputs
 from rlhf_megatron.engines.offload import RoleMemory
 from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.build import Head, build_model, forward_chunk
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.models.megatron_config import tokens_multiple
+from rlhf_megatron.models.router import set_aux_loss_scale
 from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum, broadcast_object
 from rlhf_megatron.parallel.context_parallel import SequenceSplit
 from rlhf_megatron.parallel.groups import Groups
@@ -97,6 +98,8 @@ class MegatronEngine:
         self._packed = spec.megatron.use_remove_padding
         # Each context-parallel rank has two pieces of a row.
         self._row_multiple = 2 * self.layout.cp if self.layout.cp > 1 else 1
+        self._aux_loss_coeff = spec.megatron.moe_aux_loss_coeff
+        self._needs_one_width = bool(self.shape.num_experts) and spec.megatron.moe_token_dispatcher_type == "allgather"
         self._multiple = self._row_multiple * tokens_multiple(spec.megatron)
         dtype = torch.bfloat16 if spec.megatron.dtype == "bfloat16" else torch.float32
         with self.context.active():
@@ -190,6 +193,8 @@ class MegatronEngine:
         plan = self._plan_micro_batches(data, limit)
         with self.resident(train=True), self.context.active():
             self._trainable.zero_grad()
+            if self._aux_loss_coeff:
+                set_aux_loss_scale(self.chunks, self._aux_loss_coeff, self._count_tokens(data))
             parts: list[Metrics] = self._run(data, plan, finish, forward_only=False)
             metrics = self._sum_metrics(parts)
             step = self._trainable.step()
@@ -206,8 +211,11 @@ class MegatronEngine:
     def _run(self, data: DataProto, plan: list[list[int]], finish: Callable, *, forward_only: bool) -> list:
         """Feeds every micro-batch to one schedule call; returns what `finish` gave, on the last stage only."""
         micro_batches = [rows.to(self._device) for rows in _cut(data, plan)]
-        inputs = [self._to_inputs(rows) for rows in micro_batches]
-        local = [self._divide(item) for item in inputs]
+        inputs = [self._to_inputs(rows, self._multiple) for rows in micro_batches]
+        if self._needs_one_width:
+            width = int(all_reduce_max(torch.tensor(max(item.tokens.shape[1] for item in inputs)), self.groups.dp))
+            inputs = [self._to_inputs(rows, width) for rows in micro_batches]
+        local = [self._divide(item, rows) for item, rows in zip(inputs, micro_batches, strict=True)]
 
         def step(iterator: Iterator, model: torch.nn.Module):
             index = next(iterator)
@@ -224,7 +232,7 @@ class MegatronEngine:
                 data_iterator=[iter(range(len(inputs))) for _ in modules],
                 model=list(modules),
                 num_microbatches=len(inputs),
-                # Stages tell each other the shapes (variable_seq_lengths), so that these two decide nothing.
+                # Stages tell each other the shapes (variable_seq_lengths), unless all are the same.
                 seq_length=inputs[0].tokens.shape[1],
                 micro_batch_size=inputs[0].tokens.shape[0],
                 forward_only=forward_only,
@@ -251,20 +259,28 @@ class MegatronEngine:
             plan = plan_micro_batches(lengths, limit, padded=not self._packed, at_least=count)
         return plan + [[]] * (count - len(plan))
 
-    def _to_inputs(self, rows: DataProto) -> ModelInputs:
-        if self._packed:
-            return to_packed_inputs(rows, row_multiple_of=self._row_multiple, multiple_of=self._multiple)
-        return to_model_inputs(rows, multiple_of=self._multiple)
+    def _count_tokens(self, data: DataProto) -> float:
+        """Tokens, over all shards, of rows that count."""
+        counts = data.batch["attention_mask"].sum(1) * data.batch["response_mask"].bool().any(1)
+        return float(self.sum_over_shards(counts.sum().double()[None]))
 
-    def _divide(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams | None]:
-        """This context-parallel rank's tokens and positions, and the boundaries of packed rows."""
+    def _to_inputs(self, rows: DataProto, multiple: int) -> ModelInputs:
+        if self._packed:
+            return to_packed_inputs(rows, row_multiple_of=self._row_multiple, multiple_of=multiple)
+        return to_model_inputs(rows, multiple_of=multiple)
+
+    def _divide(
+        self, inputs: ModelInputs, rows: DataProto
+    ) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams | None, torch.Tensor | None]:
+        """This context-parallel rank's tokens and positions, the boundaries of packed rows, and what is padding."""
         split = self.sequence_split(inputs)
         packing = None
         if inputs.bounds:
             ends = torch.tensor(inputs.bounds, dtype=torch.int32, device=self._device)
             longest = int(ends.diff().max())
             packing = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
-        return split.take(inputs.tokens), split.take(inputs.position_ids), packing
+        is_padding = split.take(~real_tokens(inputs, rows)) if self._aux_loss_coeff else None
+        return split.take(inputs.tokens), split.take(inputs.position_ids), packing, is_padding
 
     def _train_mode(self, training: bool) -> None:
         for chunk in self.chunks:

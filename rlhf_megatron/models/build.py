@@ -91,7 +91,11 @@ def build_model(
 
 
 def forward_chunk(
-    model: torch.nn.Module, tokens: Tensor, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None
+    model: torch.nn.Module,
+    tokens: Tensor,
+    position_ids: Tensor,
+    packed_seq_params: PackedSeqParams | None = None,
+    is_padding: Tensor | None = None,
 ) -> Tensor:
     """One chunk's forward pass. Rows are padded on the right only; attention is causal.
 
@@ -100,6 +104,7 @@ def forward_chunk(
         tokens: ``[b, s]`` int64; `s` divisible by the tensor-parallel size under sequence parallelism.
         position_ids: ``[b, s]`` int64.
         packed_seq_params: Boundaries when the one row holds packed sequences.
+        is_padding: ``[b, s]`` bool. Tokens that do not count for the load balance of experts; None when all do.
 
     Returns:
         Not the last stage: hidden states for the next (``[s, b, h]``, Megatron's order). Last stage: logits
@@ -116,7 +121,10 @@ def forward_chunk(
             f"sequence length {tokens.shape[1]} is not a multiple of tensor_model_parallel_size = "
             f"{config.tensor_model_parallel_size}, which sequence parallelism needs. Pad rows to such a multiple."
         )
-    output = model(tokens, position_ids, None, packed_seq_params=packed_seq_params)
+    if is_padding is not None and config.sequence_parallel and not inner.pre_process:
+        # Megatron-Core (0.16.1, GPTModel._preprocess) cuts it along the sequence on the first stage only.
+        is_padding = is_padding.chunk(config.tensor_model_parallel_size, dim=1)[inner.pg_collection.tp.rank()]
+    output = model(tokens, position_ids, None, packed_seq_params=packed_seq_params, padding_mask=is_padding)
     return output.squeeze(-1) if inner.post_process and inner.head == "value" else output
 
 

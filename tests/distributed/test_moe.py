@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.oracle_moe import by_expert
 from tests.distributed.test_models import LOGIT_TOLERANCE, assert_gradients, expected_gradients, some_tokens
 from tests.tiny_models import make_tiny_model
 
@@ -86,22 +87,3 @@ def test_gradients_and_norm_equal_huggingface(run: Any, folders: dict[str, str],
     model = AutoModelForCausalLM.from_pretrained(folders[variant], dtype=torch.float32)
     expected = by_expert(expected_gradients(model, tokens, weight), variant)
     assert_gradients(run("gradients", folders[variant], layout, tokens, weight), expected)
-
-
-def by_expert(gradients: dict[str, torch.Tensor], variant: str) -> dict[str, torch.Tensor]:
-    """HuggingFace's gradients, in memory fused over a layer's experts, under the names of its files."""
-    found = {}
-    for name, gradient in gradients.items():
-        prefix, _, kind = name.partition(".mlp.")
-        prefix += ".block_sparse_moe" if variant == "mixtral" else ".mlp"
-        gate, up, down = ("w1", "w3", "w2") if variant == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        if kind == "experts.gate_up_proj":
-            for expert, both in enumerate(gradient):
-                found[f"{prefix}.experts.{expert}.{gate}.weight"], found[f"{prefix}.experts.{expert}.{up}.weight"] = (
-                    both.chunk(2)
-                )
-        elif kind == "experts.down_proj":
-            found |= {f"{prefix}.experts.{expert}.{down}.weight": part for expert, part in enumerate(gradient)}
-        else:
-            found[f"{prefix}.{kind}" if kind else name] = gradient
-    return found
