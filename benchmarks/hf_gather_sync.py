@@ -2,7 +2,8 @@
 
 Starts its own ranks. The time is split into the gather alone (the stream is consumed and dropped) and the load alone
 (tensors that are already there), which add up to about the whole. Memory above the resident weights is what
-``weight_sync/peak_extra_bytes`` reports, beside its bound: one bucket plus the largest tensor.
+``weight_sync/peak_extra_bytes`` reports (the bucket, and what vLLM waits with), and for the gather alone every byte that
+torch allocates in it until it is freed; beside them their bound: one bucket plus the largest tensor.
 
     python benchmarks/hf_gather_sync.py --ranks 2 --actor-tp 2 --rollout-tp 1
 """
@@ -66,6 +67,7 @@ def median_seconds(call: Callable[[], Any], rounds: int) -> float:
 def rank_main(arguments: argparse.Namespace) -> None:
     """What each rank runs."""
     import torch
+    from live_bytes import LiveBytes
 
     from rlhf_megatron.config.roles import MegatronConfig
     from rlhf_megatron.config.rollout import RolloutConfig
@@ -104,6 +106,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
     stream = WeightStream(source(arguments.bucket_mib << 20))
     for bucket in stream:
         del bucket
+    with LiveBytes() as alive:
+        for bucket in source(arguments.bucket_mib << 20):
+            del bucket
     tensors = [pair for bucket in source(1 << 40) for pair in bucket]
 
     def gather() -> None:
@@ -120,6 +125,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "seconds_gather": median_seconds(gather, arguments.rounds),
         "seconds_load": median_seconds(lambda: engine.load_weights([tensors]), arguments.rounds),
         "peak_extra_bytes": metrics["weight_sync/peak_extra_bytes"],
+        "peak_gather_bytes": alive.peak,
         "peak_bound_bytes": stream.largest_bucket_bytes + stream.largest_tensor_bytes,
         "load_average": os.getloadavg(),
     }
@@ -139,8 +145,9 @@ def table(result: dict[str, Any]) -> str:
             f"sync     {result['seconds']:8.3f} s   {result['bytes'] / mib:.0f} MiB a rank, {speed:.0f} MiB/s",
             f"  gather {result['seconds_gather']:8.3f} s",
             f"  load   {result['seconds_load']:8.3f} s   (checksums included)",
-            f"memory   {result['peak_extra_bytes'] / mib:8.1f} MiB above the weights; bound "
-            f"{result['peak_bound_bytes'] / mib:.1f} MiB",
+            f"memory   {result['peak_extra_bytes'] / mib:8.1f} MiB above the weights, "
+            f"{result['peak_gather_bytes'] / mib:.1f} MiB in the gather; "
+            f"bound {result['peak_bound_bytes'] / mib:.1f} MiB",
         ]
     )
 

@@ -1,7 +1,6 @@
 """Bodies of the multi-rank tests of models and weights; see test_models.py. Each runs on every rank of a world."""
 
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.live_bytes import LiveBytes
 from rlhf_megatron.checkpoint.hf_export import export_hf
 from rlhf_megatron.config.roles import MegatronConfig
 from rlhf_megatron.errors import RLHFError
@@ -255,43 +253,6 @@ def gradients(
 def value_head(folder: str, parallel: Parallel, seed: int) -> torch.Tensor:
     """The initial value head."""
     return Built(folder, parallel, "value", seed=seed, allow_unexpected=("lm_head.weight",)).full()["score.weight"]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations made inside of the block and that are still alive.
-
-    What the communication backend allocates for itself is not counted (Gloo copies what it sends and receives).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._users: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        for leaf in tree_leaves(result):
-            if torch.is_tensor(leaf):
-                storage = leaf.untyped_storage()
-                # A view of a tensor from outside of the block is not new.
-                if storage.data_ptr() in self._users or storage.data_ptr() not in known:
-                    self._enter(leaf, storage.data_ptr(), storage.nbytes())
-        return result
-
-    def _enter(self, tensor: torch.Tensor, address: int, size: int) -> None:
-        if address not in self._users:
-            self._users[address] = 0
-            self.live += size
-            self.peak = max(self.peak, self.live)
-        self._users[address] += 1
-        weakref.finalize(tensor, self._leave, address, size)
-
-    def _leave(self, address: int, size: int) -> None:
-        self._users[address] -= 1
-        if self._users[address] == 0:
-            del self._users[address]
-            self.live -= size
 
 
 def peak_bytes(folder: str, parallel: Parallel, bucket_bytes: int) -> dict[str, int]:

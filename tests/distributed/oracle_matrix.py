@@ -20,7 +20,10 @@ class Policy:
     """A model in float64, perhaps with a scalar head in place of its vocabulary."""
 
     def __init__(self, folder: str | Path, head: torch.Tensor | None = None):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        # Grouped matrix products, which transformers takes for experts, have no float64.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         self.parameters = {
             name: p for name, p in self.model.named_parameters() if head is None or "lm_head" not in name
         }

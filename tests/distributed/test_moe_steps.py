@@ -1,4 +1,4 @@
-"""Scores and optimizer steps of mixtures of experts: one rank gives a float64 oracle's, every layout gives one rank's."""
+"""Scores and steps of mixtures of experts: one rank gives a float64 oracle's, every layout gives one rank's."""
 
 from typing import Any
 

@@ -59,6 +59,24 @@ def test_windows(tmp_path: Path) -> None:
     assert (full.sliding_window, full.window_layers) == (None, ())
 
 
+def test_experts(tmp_path: Path) -> None:
+    mixtral = ModelShape.from_folder(write_config(tmp_path / "a", "mixtral"))
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.moe_ffn_hidden_size) == (4, 2, 96)
+    assert (mixtral.norm_topk_prob, mixtral.moe_layers, mixtral.qk_norm) == (True, (True,) * 4, False)
+    qwen = ModelShape.from_folder(write_config(tmp_path / "b", "qwen3_moe", mlp_only_layers=[3], decoder_sparse_step=2))
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.moe_ffn_hidden_size) == (8, 3, 48)
+    assert (qwen.norm_topk_prob, qwen.moe_layers, qwen.qk_norm) == (False, (False, True, False, False), True)
+    assert (ModelShape.from_folder(write_config(tmp_path / "c")).moe_layers, mixtral.is_moe_layer(3)) == ((), True)
+
+
+def test_routing_that_megatron_cannot_express(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "mixtral", router_jitter_noise=0.1, num_experts_per_tok=1)
+    with pytest.raises(ConfigError) as caught:
+        ModelShape.from_folder(folder)
+    keys = [violation.key.split(": ")[1] for violation in caught.value.violations]
+    assert keys == ["router_jitter_noise", "num_experts_per_tok"]
+
+
 def test_older_spelling_of_rope_and_dtype(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama")
     scaling = {"type": "linear", "factor": 2.0}
@@ -71,7 +89,7 @@ def test_older_spelling_of_rope_and_dtype(tmp_path: Path) -> None:
 
 def test_unknown_family_lists_the_known(tmp_path: Path) -> None:
     folder = edit(write_config(tmp_path), model_type="gpt2")
-    with pytest.raises(ConfigError, match="llama, qwen2, qwen3, mistral"):
+    with pytest.raises(ConfigError, match="llama, qwen2, qwen3, mistral, mixtral, qwen3_moe"):
         ModelShape.from_folder(folder)
 
 

@@ -85,13 +85,54 @@ def test_value_head_replaces_the_output_layer_and_unties() -> None:
         assert not any("lm_head.weight" in item.hf or item.is_copy for item in items)
 
 
+MOE = replace(
+    SHAPE,
+    family="qwen3_moe",
+    num_experts=6,
+    experts_per_token=2,
+    moe_ffn_hidden_size=12,
+    # All but the second layer are mixtures.
+    moe_layers=(True, False) + (True,) * 6,
+)
+
+
+def test_experts_lie_on_consecutive_expert_parallel_ranks() -> None:
+    layout = Layout(tp=2, pp=2, ep=3, etp=1, ranks=tuple(range(12)))
+    items = catalog(MOE, "lm", layout)
+    names = [name for item in items for name in item.hf]
+    # Embedding, norm and head; per layer 2 norms, q, k, v, o and 2 head norms; a router and 6 experts, or one MLP.
+    assert len(names) == len(set(names)) == 3 + 8 * 8 + 7 * (1 + 6 * 3) + 3
+    ups = {item.hf[1]: item for item in items if item.megatron.endswith("linear_fc1.weight")}
+    assert "model.layers.1.mlp.up_proj.weight" in ups
+    found = [ups[f"model.layers.2.mlp.experts.{expert}.up_proj.weight"] for expert in range(6)]
+    assert [item.expert_rank for item in found] == [0, 0, 1, 1, 2, 2]
+    prefix = "decoder.layers.2.mlp.experts.local_experts."
+    assert [item.megatron.removeprefix(prefix)[0] for item in found] == list("010101")
+    assert {item.slicing.shapes for item in found} == {((12, 16), (12, 16))}
+    # Ranks 0 to 5 are the first stage; expert-tensor-parallel size 1 makes neighbours hold different experts.
+    assert [rank for rank in range(12) if found[2].shard_rank(layout, rank) == 0] == [1, 4]
+    assert found[0].shard_size(layout) == 1
+    router = next(item for item in items if item.hf == ("model.layers.2.mlp.gate.weight",))
+    assert (router.expert_rank, router.shard_size(layout)) == (None, 2)
+
+
+def test_experts_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(LayoutError, match="6 experts"):
+        catalog(MOE, "lm", Layout(ep=4, ranks=tuple(range(4))))
+
+
+def test_transformer_engine_numbers_the_weights_of_experts() -> None:
+    present = {"decoder.layers.0.mlp.experts.linear_fc2.weight11"}
+    assert parameter_name("decoder.layers.0.mlp.experts.local_experts.11.linear_fc2.weight", present) in present
+
+
 def test_layers_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(LayoutError, match="8 layers"):
         catalog(SHAPE, "lm", pipeline(3))
 
 
 def test_unknown_family_is_refused() -> None:
-    with pytest.raises(WeightError, match="known: llama, mistral, qwen2, qwen3"):
+    with pytest.raises(WeightError, match="known: llama, mistral, qwen2, qwen3, mixtral, qwen3_moe"):
         catalog(replace(SHAPE, family="bert"), "lm")
 
 
