@@ -2,8 +2,8 @@
 
 Starts its own ranks. The time is split into the gather alone (the stream is consumed and dropped) and the load alone
 (tensors that are already there), which add up to about the whole. Memory above the resident weights is what
-``weight_sync/peak_extra_bytes`` reports (the bucket, and what vLLM waits with), and for the gather alone every byte that
-torch allocates in it until it is freed; beside them their bound: one bucket plus the largest tensor.
+``weight_sync/peak_extra_bytes`` reports (the bucket, and what vLLM waits with), and for the gather alone all bytes that
+torch allocates in it until they are freed; beside them their bound: one bucket plus the largest tensor.
 
     python benchmarks/hf_gather_sync.py --ranks 2 --actor-tp 2 --rollout-tp 1
 """
