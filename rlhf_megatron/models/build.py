@@ -84,10 +84,21 @@ def build_model(
         )
         chunk.rotary_pos_emb = ScaledRotaryEmbedding(shape.head_dim, shape.rope, groups.cp)
         chunk.head = head
+        _mark_experts(chunk)
         if is_last and head == "value":
             chunk.output_layer = ValueHead(config, shape.initializer_range, seed, groups.tp)
         chunks.append(chunk)
     return chunks
+
+
+def _mark_experts(chunk: RoleModel) -> None:
+    """Gives gradients of experts to the experts' own data-parallel group, on one expert-parallel rank, too.
+
+    Megatron-Core (0.16.1) reduces them like dense ones there, although their matrices may be cut over other ranks.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_chunk(
