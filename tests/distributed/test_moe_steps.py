@@ -117,7 +117,7 @@ def test_load_balancing_loss(
     micro_batches = [list(rows)] if limit == ALL_ROWS else [[row] for row in rows]
     oracle = balanced_sft_step(folder, fixed_rows().tensors(), COEFFICIENT, micro_batches)
     assert result["sft/grad_norm"] == pytest.approx(oracle["norm"], rel=1e-5)
-    # Otherwise the loss would not matter here at all.
-    assert abs(oracle["norm"] - one_rank["sft/grad_norm"]) > 1e-3 * oracle["norm"]
+    # Otherwise the loss would not matter here: ten times the tolerance.
+    assert abs(oracle["norm"] - one_rank["sft/grad_norm"]) > 1e-4 * oracle["norm"]
     for name, tensor in by_expert(oracle["weights"], variant).items():
         np.testing.assert_allclose(result["sft/weights"][name], tensor, atol=WEIGHT_TOLERANCE, rtol=0, err_msg=name)
