@@ -223,3 +223,15 @@ def optimizer_on_host(folder: str) -> str:
     except ConfigError as error:
         return str(error)
     return "built"
+
+
+def held_while_syncing(folder: str) -> list[dict[str, int]]:
+    """Bytes on the device before, in the middle of, and after the stream of weights that fills the rollout engine."""
+    trained = Trained(folder, {"tensor_model_parallel_size": 2, "dtype": "bfloat16"} | OFFLOAD)
+    trained.step()
+    memory = trained.engine.memory
+    held = [memory.bytes_on_device()]
+    stream = trained.engine.hf_weights(1)
+    for _ in stream:
+        held.append(memory.bytes_on_device())
+    return [held[0], held[len(held) // 2], memory.bytes_on_device()]

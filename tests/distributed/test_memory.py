@@ -120,3 +120,11 @@ def test_the_swapped_reference_is_the_separate_one(
         assert found["weights"]["actor"] == found["weights"]["other"]
         assert (found["held"]["params"] == 0) == offload
         assert "actor's parameters are swapped" in found["error"]
+
+
+def test_weight_sync_needs_the_parameters_alone(world2: Any, folder: str) -> None:
+    """And has given them back when it ends, before vLLM wakes its KV cache."""
+    for before, during, after in world2.run("tests.distributed.bodies_memory:held_while_syncing", folder):
+        assert before == after == NOTHING
+        assert during["params"] > 0
+        assert during["grads"] == during["optimizer"] == 0
