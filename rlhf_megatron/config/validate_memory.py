@@ -90,6 +90,9 @@ def recompute_modules_exist(config: Any, role: Role) -> Iterator[Violation]:
     if absent:
         rule = f"has {listed(absent)}, but the model has no experts."
         yield Violation(key, modules, rule, "Choose among core_attn, layernorm and mlp.")
+    elif "moe_act" in modules and megatron.transformer_impl != "transformer_engine":
+        rule = f"has moe_act, which needs {role.megatron}.transformer_impl=transformer_engine."
+        yield Violation(key, modules, rule, "Set it, or choose moe, which recomputes the experts as a whole.")
     unscaled = [name for name in modules if name in ("layernorm", "moe_act")]
     if unscaled and megatron.fp8 is not None and megatron.fp8_recipe == "delayed":
         rule = f"has {listed(unscaled)}, which cannot be recomputed with the delayed scaling of fp8."

@@ -128,3 +128,18 @@ def test_weight_sync_needs_the_parameters_alone(world2: Any, folder: str) -> Non
         assert before == after == NOTHING
         assert during["params"] > 0
         assert during["grads"] == during["optimizer"] == 0
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [OFFLOAD, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}],
+    ids=["offload", "recompute"],
+)
+def test_experts(world2: Any, tmp_path_factory: pytest.TempPathFactory, saving: dict[str, Any]) -> None:
+    """Experts have buffers and an optimizer of their own, and their tokens travel again in the backward pass."""
+    moe = str(make_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe"))
+    options = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2, "dtype": "bfloat16"}
+    plain, other = (world2.run(HISTORY, moe, options | extra, 2) for extra in ({}, saving))
+    same_numbers(plain, other)
+    if saving is OFFLOAD:
+        assert all(found["held"][-2] == NOTHING for found in other)
