@@ -29,6 +29,23 @@ export TOKENIZERS_PARALLELISM=false
 # Deprecations inside the pinned packages are no news to whoever runs this.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning}"
 
+# Broken overrides are refused here, not after the warm-up's minutes.
+run=("trainer.seed=$SEED" "data.seed=$SEED" "rollout.seed=$SEED" "$@")
+where=$("$VENV/bin/python" - "${run[@]}" <<'END'
+import sys
+
+from rlhf_megatron import get_config
+from rlhf_megatron.errors import ConfigError
+
+try:
+    trainer = get_config("quickstart", overrides=sys.argv[1:]).trainer
+except ConfigError as error:
+    sys.exit(f"{error}\nNothing was started.")
+print(trainer.default_local_dir, trainer.export_hf)
+END
+)
+read -r folder exported <<<"$where"
+
 say "model with random weights, and data (seed $SEED)"
 "$VENV/bin/python" scripts/make_quickstart.py --out "$OUT" --seed "$SEED"
 
@@ -36,17 +53,18 @@ say "supervised warm-up on flawed demonstrations, 2 ranks"
 launch -m rlhf_megatron.train_sft experiment=sft_quickstart "trainer.seed=$SEED" "data.seed=$SEED"
 
 say "PPO, 2 ranks: actor TP2, critic DP2, two vLLM replicas"
-launch -m rlhf_megatron.train_ppo experiment=quickstart \
-  "trainer.seed=$SEED" "data.seed=$SEED" "rollout.seed=$SEED" "$@"
+launch -m rlhf_megatron.train_ppo experiment=quickstart "${run[@]}"
 
-say "the trained policy in transformers"
-"$VENV/bin/python" scripts/check_quickstart.py --before "$OUT/sft/hf_model" --after "$OUT/ppo/hf_model" \
-  --held-out "$OUT/data/val.jsonl"
+if [ "$exported" = True ]; then
+  say "the trained policy in transformers"
+  "$VENV/bin/python" scripts/check_quickstart.py --before "$OUT/sft/hf_model" --after "$folder/hf_model" \
+    --held-out "$OUT/data/val.jsonl"
+fi
 
 cat <<END
 
-  TensorBoard          $VENV/bin/tensorboard --logdir $OUT/ppo/tensorboard
-  samples              $OUT/ppo/samples.jsonl
-  HuggingFace folder   $OUT/ppo/hf_model
+  TensorBoard          $VENV/bin/tensorboard --logdir $folder/tensorboard
+  samples              $folder/samples.jsonl
 END
+[ "$exported" != True ] || echo "  HuggingFace folder   $folder/hf_model"
 say "done"
