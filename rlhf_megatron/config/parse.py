@@ -7,7 +7,7 @@ the leaves that are missing in it.
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -15,7 +15,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf_megatron.config.base import Node
-from rlhf_megatron.config.schema import NEAR, closest, describe_type, find_field, leaves, node_type, suggest
+from rlhf_megatron.config.schema import (
+    NEAR,
+    closest,
+    describe_type,
+    find_field,
+    leaves,
+    mapping_type,
+    node_type,
+    suggest,
+)
 from rlhf_megatron.errors import Violation
 
 Schema = TypeVar("Schema", bound=Node)
@@ -134,12 +143,18 @@ def _booleans(mapping: Mapping[str, Any], schema: type[Node], prefix: str) -> li
 
 def _violations(detail: ErrorDetails, schema: type[Node], given: Mapping[str, Any]) -> list[Violation]:
     kind, value, path = detail["type"], detail["input"], ".".join(str(part) for part in detail["loc"])
+    key = _leaf_of(schema, path)
+    field = find_field(schema, key)
+    inner = mapping_type(field.annotation) if field is not None else None
+    name, _, below = path.removeprefix(key).removeprefix(".").partition(".")
+    if inner is not None and below:
+        below_name: ErrorDetails = {**detail, "loc": tuple(below.split("."))}
+        found = _violations(below_name, inner, _get(given, f"{key}.{name}") or {})
+        return [_moved(violation, f"{key}.{name}") for violation in found]
     if kind == "extra_forbidden":
         return [
             Violation(key, leaf, "is not a known key.", suggest(schema, key)) for key, leaf in _flatten(path, value)
         ]
-    key = _leaf_of(schema, path)
-    field = find_field(schema, key)
     if field is not None and (child := node_type(field.annotation)) is not None:
         keys = ", ".join(child.model_fields)
         return [Violation(key, value, "must be a node with keys of its own.", f"It has: {keys}.")]
@@ -151,6 +166,13 @@ def _violations(detail: ErrorDetails, schema: type[Node], given: Mapping[str, An
     said = kind.startswith(_SAID_BY_TYPE) or kind.endswith(("_type", "_parsing")) or kind == "missing"
     reason = "" if said else f": {detail['msg']}"
     return [Violation(key, value, f"must be {wanted}{reason}.", _fix(key, value, wanted))]
+
+
+def _moved(violation: Violation, node: str) -> Violation:
+    """A finding about a node on its own, as one about that node in its tree."""
+    key = f"{node}.{violation.key}"
+    fix = violation.fix.replace(violation.key, key).replace("the top level", f"'{node}'")
+    return replace(violation, key=key, fix=fix)
 
 
 def _fix(path: str, value: object, wanted: str) -> str:

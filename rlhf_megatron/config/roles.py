@@ -124,6 +124,8 @@ class TrainedRole(Node):
     """Parallel layout and Megatron settings."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
+    resource_pool: str | None = None
+    """Pool of `trainer.resource_pools` that the role lives on; all ranks when null."""
     ppo_mini_batch_size: PositiveInt = 256
     """Prompts per optimizer step, over all ranks (each counts `rollout.n` samples)."""
     ppo_micro_batch_size_per_gpu: PositiveInt = 8
@@ -183,6 +185,8 @@ class RefConfig(Node):
     megatron: MegatronConfig | None
     """Parallel layout and Megatron settings of a model of its own. Null for a swapped reference: the actor's initial
     weights, kept in host memory, take the place of the actor's own in its model while they are wanted."""
+    resource_pool: str | None = None
+    """Pool of `trainer.resource_pools` that the role lives on; all ranks when null. Not for a swapped reference."""
     log_prob_micro_batch_size_per_gpu: PositiveInt = 8
     """Samples per forward pass on one rank."""
     log_prob_use_dynamic_bsz: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.hf_facts import HFFacts, read_facts
 from rlhf_megatron.config.ppo import SFTConfig
+from rlhf_megatron.config.resource_pool import place_pools
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Role:
         model: Path of the leaf with its model's folder; `model.path` stands in when that is null.
         optim: Path of its optimizer; None for a role that is not trained.
         mini_batch: Path of the leaf with the prompts per optimizer step, or None.
+        pool: Path of the leaf with the name of its resource pool; None for a role that is always on all ranks.
     """
 
     name: str
@@ -27,12 +29,26 @@ class Role:
     model: str = "model.path"
     optim: str | None = None
     mini_batch: str | None = None
+    pool: str | None = None
 
 
 _PPO_ROLES = (
-    Role("actor", "actor.megatron", optim="actor.optim", mini_batch="actor.ppo_mini_batch_size"),
-    Role("critic", "critic.megatron", "critic.model.path", "critic.optim", "critic.ppo_mini_batch_size"),
-    Role("ref", "ref.megatron"),
+    Role(
+        "actor",
+        "actor.megatron",
+        optim="actor.optim",
+        mini_batch="actor.ppo_mini_batch_size",
+        pool="actor.resource_pool",
+    ),
+    Role(
+        "critic",
+        "critic.megatron",
+        "critic.model.path",
+        "critic.optim",
+        "critic.ppo_mini_batch_size",
+        "critic.resource_pool",
+    ),
+    Role("ref", "ref.megatron", pool="ref.resource_pool"),
 )
 _SFT_ROLES = (Role("model", "megatron", optim="optim"),)
 
@@ -61,17 +77,27 @@ def world_size(config: Any) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
+def role_size(config: Any, role: Role) -> int | None:
+    """Ranks that a role lives on; None when it names a pool that does not exist or fit (which rules report)."""
+    name = get(config, role.pool) if role.pool else None
+    if name is None:
+        return world_size(config)
+    trainer = config.trainer
+    ranks = place_pools(trainer.resource_pools, trainer.nnodes, trainer.n_gpus_per_node).get(name)
+    return None if ranks is None else len(ranks)
+
+
 def model_parallel_size(megatron: Any) -> int:
     """Ranks that hold one copy of a role's model and share its sequences."""
     return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
 
 
 def data_parallel_size(config: Any, role: Role) -> int | None:
-    """Ranks that divide a role's samples; None when the role is absent or its layout does not fit the world."""
-    megatron = get(config, role.megatron)
-    if megatron is None or world_size(config) % model_parallel_size(megatron):
+    """Ranks that divide a role's samples; None when the role is absent or its layout does not fit its ranks."""
+    megatron, ranks = get(config, role.megatron), role_size(config, role)
+    if megatron is None or ranks is None or ranks % model_parallel_size(megatron):
         return None
-    return world_size(config) // model_parallel_size(megatron)
+    return ranks // model_parallel_size(megatron)
 
 
 def model_folder(config: Any, role: Role) -> tuple[str, str]:

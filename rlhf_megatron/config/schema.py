@@ -47,6 +47,12 @@ def node_type(annotation: object) -> type[Node] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Node) else None
 
 
+def mapping_type(annotation: object) -> type[Node] | None:
+    """Return the node class of a leaf that maps names of the user's own to nodes (`dict[str, Node]`), or None."""
+    args = typing.get_args(annotation)
+    return node_type(args[1]) if typing.get_origin(annotation) is dict else None
+
+
 def leaves(schema: type[Node], prefix: str = "") -> Iterator[Leaf]:
     """Yield every leaf of a schema, in the order it was written."""
     for name, field in schema.model_fields.items():

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_megatron.config.base import Node
+from rlhf_megatron.config.resource_pool import ResourcePool
 
 
 class GatesConfig(Node):
@@ -65,6 +66,11 @@ class TrainerConfig(LoopConfig):
     """Samples (prompt, response, score) written per step."""
     gates: GatesConfig = GatesConfig()
     """Exactness gates."""
+    resource_pools: dict[str, ResourcePool] = {}
+    """Sets of ranks that share none, by name: {name: {process_on_nodes: [ranks, ...], max_colocate_count: roles}}.
+    Roles name theirs in `resource_pool`."""
+    trace: bool = False
+    """Whether `<run>/trace.json` gets every phase of every rank, for chrome://tracing or Perfetto."""
 
 
 class SFTTrainerConfig(LoopConfig):

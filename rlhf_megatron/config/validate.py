@@ -11,6 +11,7 @@ from rlhf_megatron.config import (
     validate_files,
     validate_layout,
     validate_memory,
+    validate_pools,
 )
 from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.parse import MISSING, parse
@@ -108,6 +109,7 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
     """Every rule about a root, each as a function of the configuration alone, in the order they are reported."""
     rl = issubclass(schema, PPOConfig)
     per_role = [
+        *(validate_pools.ROLE_RULES if rl else ()),
         *validate_layout.ROLE_RULES,
         *validate_memory.ROLE_RULES,
         *experts.ROLE_RULES,
@@ -115,6 +117,7 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
         *validate_effects.ROLE_RULES,
     ]
     whole = [
+        *(validate_pools.PPO_RULES if rl else ()),
         *(validate_layout.PPO_RULES if rl else ()),
         *(validate_batches.PPO_RULES if rl else validate_batches.SFT_RULES),
         *(() if rl else validate_memory.SFT_RULES),

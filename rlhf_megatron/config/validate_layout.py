@@ -16,6 +16,7 @@ from rlhf_megatron.config.rules import (
     listed,
     model_folder,
     model_parallel_size,
+    role_size,
     world_size,
 )
 from rlhf_megatron.errors import Violation
@@ -25,24 +26,26 @@ TensorRule = tuple[str, Callable[[int], bool]]
 
 
 def fits_world(config: Any, role: Role) -> Iterator[Violation]:
-    """Whole model copies must fill the world."""
-    megatron = get(config, role.megatron)
-    if megatron is None:
+    """Whole model copies must fill the role's ranks."""
+    megatron, ranks = get(config, role.megatron), role_size(config, role)
+    if megatron is None or ranks is None:
         return
     tp, pp, cp = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.context_parallel_size,
     )
-    world = world_size(config)
-    if world % model_parallel_size(megatron):
+    if ranks % model_parallel_size(megatron):
+        pool = get(config, role.pool) if role.pool else None
+        whole = f"world of {ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
+        part = f"{ranks} ranks of its pool (trainer.resource_pools.{pool})"
         name = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
         yield Violation(
             f"{role.megatron}.{name}",
             tp if tp > 1 else pp,
-            f"tensor x pipeline x context sizes {tp} x {pp} x {cp} = {tp * pp * cp} must divide the world of {world} "
-            f"ranks (trainer.nnodes x trainer.n_gpus_per_node).",
-            f"Choose sizes whose product is {listed(divisors(world))}, or change the number of ranks.",
+            f"tensor x pipeline x context sizes {tp} x {pp} x {cp} = {tp * pp * cp} must divide the "
+            f"{part if pool else whole}.",
+            f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",
         )
 
 

@@ -18,6 +18,7 @@ from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
 from rlhf_megatron.errors import ConfigError, NonFiniteError, Violation
 from rlhf_megatron.models.build import RoleModel
 from rlhf_megatron.parallel.groups import Groups
+from rlhf_megatron.parallel.whole_job import objects_gathered_over
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,14 @@ class TrainableChunks:
             use_precision_aware_optimizer=optim.optimizer_cpu_offload,
             fp8_recipe=megatron.fp8_recipe if megatron.fp8 else None,
         )
-        self.optimizer = get_megatron_optimizer(
-            config,
-            self.modules,
-            config_overrides=get_standard_config_overrides(config),
-            use_gloo_process_groups=False,
-            pg_collection=groups.collection,
-        )
+        with objects_gathered_over(groups):
+            self.optimizer = get_megatron_optimizer(
+                config,
+                self.modules,
+                config_overrides=get_standard_config_overrides(config),
+                use_gloo_process_groups=False,
+                pg_collection=groups.collection,
+            )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0 if optim.lr_warmup_steps else optim.lr,

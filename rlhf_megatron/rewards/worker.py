@@ -1,17 +1,14 @@
 """Scoring as a role: rows at home placement in, scores on the last response token out.
 
-The ranks of one home shard hold the same rows; each scores its part of them, so that a slow reward function is spread
-over all ranks, and the parts are exchanged.
+Home placement divides the rows over all ranks, so that a slow reward function is spread over all of them.
 """
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.parallel.collectives import all_gather_object
-from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.rewards.function import RewardSample
-from rlhf_megatron.rewards.manager import RewardManager, RewardResult
+from rlhf_megatron.rewards.manager import RewardManager
 
 
 class RewardWorkerGroup:
@@ -19,13 +16,11 @@ class RewardWorkerGroup:
 
     Args:
         manager: This rank's scorer.
-        home: Groups of the home layout.
         tokenizer: Turns responses into text.
     """
 
-    def __init__(self, manager: RewardManager, home: Groups, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, manager: RewardManager, tokenizer: PreTrainedTokenizerBase):
         self.manager = manager
-        self.home = home
         self.tokenizer = tokenizer
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -33,11 +28,11 @@ class RewardWorkerGroup:
 
         The score stands on the last response token; a row without response tokens has no place for it and counts 0.
 
-        Collective over the ranks of the home shard. Raises RewardError as `reward.on_error` says.
+        Local: every rank scores its own rows. Raises RewardError as `reward.on_error` says.
         """
         data.require("responses", "attention_mask", "response_mask", method="compute_rm_score")
         data.require("data_source", "ground_truth", "uid", method="compute_rm_score")
-        results = self._score_shared(self._samples(data))
+        results = self.manager.score(self._samples(data))
         mask = data.batch["response_mask"].bool()
         scores = torch.zeros(mask.shape, dtype=torch.float32)
         rows = mask.any(1).nonzero().flatten()
@@ -66,9 +61,3 @@ class RewardWorkerGroup:
             )
             for row in range(len(data))
         ]
-
-    def _score_shared(self, samples: list[RewardSample]) -> list[RewardResult]:
-        group = self.home.tp_cp_pp
-        peers, me = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-        parts = all_gather_object(self.manager.score(samples[me::peers]), group)
-        return [parts[index % peers][index // peers] for index in range(len(samples))]

@@ -12,6 +12,7 @@ from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.roles.scoring import response_log_probs, response_log_probs_and_entropy
+from rlhf_megatron.roles.together import RoleCall
 from rlhf_megatron.roles.worker_group import WorkerGroup, over_steps
 
 
@@ -19,7 +20,8 @@ class ActorWorkerGroup(WorkerGroup):
     """The actor.
 
     Args:
-        engine: A language model with an optimizer.
+        engine: A language model with an optimizer; None on ranks outside of `layout`.
+        layout: The role's layout.
         home: The trainer's placement.
         horizon: Longest response in tokens.
         config: Objective and batch sizes.
@@ -30,7 +32,8 @@ class ActorWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        engine: MegatronEngine,
+        engine: MegatronEngine | None,
+        layout: Layout,
         home: Layout,
         horizon: int,
         config: ActorConfig,
@@ -39,7 +42,7 @@ class ActorWorkerGroup(WorkerGroup):
         samples_per_prompt: int,
         log_prob_limit: MicroBatchLimit,
     ):
-        super().__init__(engine, home, horizon)
+        super().__init__("actor", engine, layout, home, horizon)
         self.config = config
         self._temperature = temperature
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
@@ -50,32 +53,41 @@ class ActorWorkerGroup(WorkerGroup):
         return self.engine.hf_weights(bucket_bytes, dtype)
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Does :meth:`log_prob_call`."""
+        return self.log_prob_call(data)()
+
+    def log_prob_call(self, data: DataProto) -> RoleCall[DataProto]:
         """Adds `old_log_probs` and `entropys` [B, R] fp32: the policy before this step's updates.
 
-        Collective over the world. Raises DataError when a key is missing.
+        Raises DataError when a key is missing.
         """
 
         def compute(logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
             log_probs, entropy = response_log_probs_and_entropy(self.engine, logits, inputs, self._temperature)
             return {"old_log_probs": log_probs, "entropys": entropy}
 
-        return self._compute(data, compute, (), self._log_prob_limit, "compute_log_prob")
+        limit = self._log_prob_limit
+        return self._compute_call("old_log_prob", data, compute, (), limit, "compute_log_prob")
 
     def update_actor(self, data: DataProto) -> dict[str, float]:
+        """Does :meth:`update_call`."""
+        return self.update_call(data)()
+
+    def update_call(self, data: DataProto) -> RoleCall[dict[str, float]]:
         """PPO's updates over all mini-batches and epochs (Schulman et al. 2017, eq. 7, with dual clip).
 
         Args:
             data: Rows with `old_log_probs`, `advantages` and, when `use_kl_loss`, `ref_log_prob`.
 
-        Returns:
+        Gives:
             Means over the optimizer steps, under verl's names; also `training/first_ppo_kl` and
             `training/first_pg_clipfrac` of the first step alone, which are 0 when the policy that scored the answers is
             the policy that is updated.
-
-        Collective over the world.
         """
         keys = ["old_log_probs", "advantages"] + (["ref_log_prob"] if self.config.use_kl_loss else [])
-        steps = self._update(data, self._loss, keys, self.config, self._mini_batch_rows, "update_actor", "actor")
+        return self._update_call("update_actor", data, self._loss, keys, self.config, self._mini_batch_rows)
+
+    def _over_steps(self, steps: list[dict[str, float]]) -> dict[str, float]:
         first = {f"training/first_{name}": steps[0][f"actor/{name}"] for name in ("ppo_kl", "pg_clipfrac")}
         return over_steps(steps) | first
 

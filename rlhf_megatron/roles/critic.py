@@ -10,14 +10,16 @@ from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Metrics, Results
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.roles.scoring import response_values
-from rlhf_megatron.roles.worker_group import WorkerGroup, over_steps
+from rlhf_megatron.roles.together import RoleCall
+from rlhf_megatron.roles.worker_group import WorkerGroup
 
 
 class CriticWorkerGroup(WorkerGroup):
     """The critic.
 
     Args:
-        engine: A model with a scalar head and an optimizer.
+        engine: A model with a scalar head and an optimizer; None on ranks outside of `layout`.
+        layout: The role's layout.
         home: The trainer's placement.
         horizon: Longest response in tokens.
         config: Objective and batch sizes.
@@ -25,9 +27,16 @@ class CriticWorkerGroup(WorkerGroup):
     """
 
     def __init__(
-        self, engine: MegatronEngine, home: Layout, horizon: int, config: CriticConfig, *, samples_per_prompt: int
+        self,
+        engine: MegatronEngine | None,
+        layout: Layout,
+        home: Layout,
+        horizon: int,
+        config: CriticConfig,
+        *,
+        samples_per_prompt: int,
     ):
-        super().__init__(engine, home, horizon)
+        super().__init__("critic", engine, layout, home, horizon)
         self.config = config
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
         self._forward_limit = MicroBatchLimit.choose(
@@ -37,31 +46,36 @@ class CriticWorkerGroup(WorkerGroup):
         )
 
     def compute_values(self, data: DataProto) -> DataProto:
+        """Does :meth:`values_call`."""
+        return self.values_call(data)()
+
+    def values_call(self, data: DataProto) -> RoleCall[DataProto]:
         """Adds `values` [B, R] fp32: the expected return before each response token, 0 past the response's end.
 
-        Collective over the world. Raises DataError when a key is missing.
+        Raises DataError when a key is missing.
         """
 
         def compute(values: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
             mask = rows.batch["response_mask"]
             return {"values": torch.where(mask.bool(), response_values(self.engine, values, inputs), 0.0)}
 
-        return self._compute(data, compute, (), self._forward_limit, "compute_values")
+        return self._compute_call("values", data, compute, (), self._forward_limit, "compute_values")
 
     def update_critic(self, data: DataProto) -> dict[str, float]:
+        """Does :meth:`update_call`."""
+        return self.update_call(data)()
+
+    def update_call(self, data: DataProto) -> RoleCall[dict[str, float]]:
         """Clipped squared-error updates over all mini-batches and epochs.
 
         Args:
             data: Rows with `values` and `returns`.
 
-        Returns:
+        Gives:
             Means over the optimizer steps, under verl's names.
-
-        Collective over the world.
         """
         keys = ["values", "returns"]
-        steps = self._update(data, self._loss, keys, self.config, self._mini_batch_rows, "update_critic", "critic")
-        return over_steps(steps)
+        return self._update_call("update_critic", data, self._loss, keys, self.config, self._mini_batch_rows)
 
     def _loss(
         self, vpreds: torch.Tensor, inputs: ModelInputs, rows: DataProto, totals: BatchTotals

@@ -1,5 +1,7 @@
 """The frozen policy that the KL penalty holds the actor to: a model of its own, or swapped into the actor's."""
 
+from dataclasses import replace
+
 import torch
 
 from rlhf_megatron.config.roles import RefConfig
@@ -9,6 +11,7 @@ from rlhf_megatron.data.shift import ModelInputs
 from rlhf_megatron.engines.megatron_engine import MegatronEngine, Results
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.roles.scoring import response_log_probs
+from rlhf_megatron.roles.together import RoleCall
 from rlhf_megatron.roles.worker_group import WorkerGroup
 
 
@@ -16,15 +19,25 @@ class ReferenceWorkerGroup(WorkerGroup):
     """The reference policy.
 
     Args:
-        engine: A language model without an optimizer.
+        engine: A language model without an optimizer; None on ranks outside of `layout`.
+        layout: The role's layout.
         home: The trainer's placement.
         horizon: Longest response in tokens.
         config: Batch sizes.
         temperature: The sampler's temperature, as for the actor.
     """
 
-    def __init__(self, engine: MegatronEngine, home: Layout, horizon: int, config: RefConfig, *, temperature: float):
-        super().__init__(engine, home, horizon)
+    def __init__(
+        self,
+        engine: MegatronEngine | None,
+        layout: Layout,
+        home: Layout,
+        horizon: int,
+        config: RefConfig,
+        *,
+        temperature: float,
+    ):
+        super().__init__("ref", engine, layout, home, horizon)
         self.config = config
         self._temperature = temperature
         self._limit = MicroBatchLimit.choose(
@@ -34,12 +47,16 @@ class ReferenceWorkerGroup(WorkerGroup):
         )
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Adds `ref_log_prob` [B, R] fp32. Collective over the world. Raises DataError when a key is missing."""
+        """Does :meth:`log_prob_call`."""
+        return self.log_prob_call(data)()
+
+    def log_prob_call(self, data: DataProto) -> RoleCall[DataProto]:
+        """Adds `ref_log_prob` [B, R] fp32. Raises DataError when a key is missing."""
 
         def compute(logits: torch.Tensor, inputs: ModelInputs, rows: DataProto) -> Results:
             return {"ref_log_prob": response_log_probs(self.engine, logits, inputs, self._temperature)}
 
-        return self._compute(data, compute, (), self._limit, "compute_ref_log_prob")
+        return self._compute_call("ref", data, compute, (), self._limit, "compute_ref_log_prob")
 
 
 class SwappedReferenceWorkerGroup(ReferenceWorkerGroup):
@@ -50,18 +67,37 @@ class SwappedReferenceWorkerGroup(ReferenceWorkerGroup):
     actor's shard, and two copies of it over the bus per step.
 
     Args:
-        engine: The actor's.
+        engine: The actor's; None on ranks outside of `layout`.
+        layout: The actor's.
         home: The trainer's placement.
         horizon: Longest response in tokens.
         config: Batch sizes.
         temperature: The sampler's temperature, as for the actor.
     """
 
-    def __init__(self, engine: MegatronEngine, home: Layout, horizon: int, config: RefConfig, *, temperature: float):
-        super().__init__(engine, home, horizon, config, temperature=temperature)
-        self._weights = engine.memory.copy_parameters()
+    def __init__(
+        self,
+        engine: MegatronEngine | None,
+        layout: Layout,
+        home: Layout,
+        horizon: int,
+        config: RefConfig,
+        *,
+        temperature: float,
+    ):
+        super().__init__(engine, layout, home, horizon, config, temperature=temperature)
+        self._weights = [] if engine is None else engine.memory.copy_parameters()
 
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Adds `ref_log_prob` [B, R] fp32. Collective over the world. Raises DataError when a key is missing."""
-        with self.engine.memory.swapped(self._weights):
-            return super().compute_ref_log_prob(data)
+    def log_prob_call(self, data: DataProto) -> RoleCall[DataProto]:
+        """As :meth:`ReferenceWorkerGroup.log_prob_call`, with the actor's model borrowed while it runs."""
+        call = super().log_prob_call(data)
+
+        def run(rows: DataProto) -> DataProto:
+            with self.engine.memory.swapped(self._weights):
+                return call.run(rows)
+
+        return replace(call, run=run)
+
+    def describe(self) -> str:
+        """Where the role lives. Local."""
+        return f"{self.name}: {self.layout}; the actor's initial weights, swapped into its model"

@@ -4,12 +4,27 @@ Free of torch: on a GPU the caller passes ``torch.cuda.synchronize``, without wh
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """One pass through a phase.
+
+    Attributes:
+        name: The phase.
+        start: Wall-clock time at its begin, in seconds since 1970.
+        seconds: How long it took.
+    """
+
+    name: str
+    start: float
+    seconds: float
 
 
 class Timers:
-    """Sums the time spent in named phases.
+    """Records the time spent in named phases.
 
     ``with timers("gen"):`` adds to ``timing_s/gen``. Phases may be nested (each counts its whole time) and repeated
     (the times add up). A phase that raises is counted too.
@@ -20,7 +35,9 @@ class Timers:
 
     def __init__(self, synchronize: Callable[[], None] | None = None):
         self._synchronize = synchronize
-        self._seconds: dict[str, float] = {}
+        self._intervals: list[Interval] = []
+        # Durations come from the steady clock; this brings its readings to a time that other ranks know as well.
+        self._epoch = time.time() - time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -29,18 +46,39 @@ class Timers:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+            self._intervals.append(Interval(name, self._epoch + start, self._now() - start))
 
     def pop(self) -> dict[str, float]:
         """The metrics ``timing_s/<phase>`` in seconds of all phases that ended since the last call; clears them."""
-        timings = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
-        return timings
+        return timings(self.pop_intervals())
+
+    def pop_intervals(self) -> list[Interval]:
+        """All phases that ended since the last call, in the order of their ends; clears them."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
 
     def _now(self) -> float:
         if self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()
+
+
+def timings(intervals: Iterable[Interval]) -> dict[str, float]:
+    """The metrics ``timing_s/<phase>``: seconds in each phase, passes added up."""
+    seconds: dict[str, float] = {}
+    for interval in intervals:
+        name = f"timing_s/{interval.name}"
+        seconds[name] = seconds.get(name, 0.0) + interval.seconds
+    return seconds
+
+
+def slowest(ranks: Iterable[Iterable[Interval]]) -> dict[str, float]:
+    """The metrics ``timing_s/<phase>`` of the rank that took longest for it; a phase may be missing on some ranks."""
+    longest: dict[str, float] = {}
+    for intervals in ranks:
+        for name, seconds in timings(intervals).items():
+            longest[name] = max(seconds, longest.get(name, 0.0))
+    return longest
 
 
 def throughput(tokens: float, step_seconds: float, num_ranks: int) -> dict[str, float]:

@@ -9,8 +9,8 @@ from rlhf_megatron.errors import ConfigError, Violation
 from rlhf_megatron.tracking.flatten import flatten
 
 LOGGERS = ("console", "tensorboard", "csv", "jsonl")
-OUTPUTS = ("tensorboard", "metrics.csv", "metrics.jsonl", "samples.jsonl")
-"""Names within the run's folder of all that a tracker writes."""
+OUTPUTS = ("tensorboard", "metrics.csv", "metrics.jsonl", "samples.jsonl", "trace.json")
+"""Names within the run's folder of all that a tracker, or the trace beside it, writes."""
 
 
 class Tracker(Protocol):

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_megatron.algorithms.kl import make_kl_controller
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
+from rlhf_megatron.config.resource_pool import pool_ranks
 from rlhf_megatron.config.roles import MegatronConfig, ModelConfig, OptimConfig
 from rlhf_megatron.config.trainer import LoopConfig
 from rlhf_megatron.data.batching import MicroBatchLimit
@@ -32,6 +33,7 @@ from rlhf_megatron.rollout.vllm_engine import VLLMEngine
 from rlhf_megatron.rollout.weight_sync import WeightSync
 from rlhf_megatron.rollout.worker import RolloutWorkerGroup
 from rlhf_megatron.tracking.timers import Timers
+from rlhf_megatron.tracking.trace import TraceFile
 from rlhf_megatron.tracking.tracking import NullTracking, Tracking
 from rlhf_megatron.trainer.evaluation import Evaluator
 from rlhf_megatron.trainer.experience import Experience
@@ -39,6 +41,7 @@ from rlhf_megatron.trainer.gates import Gates
 from rlhf_megatron.trainer.ppo_trainer import PPOTrainer, Workers
 from rlhf_megatron.trainer.sft_trainer import SFTTrainer
 from rlhf_megatron.trainer.state import total_steps
+from rlhf_megatron.weights.spread import Spreader
 
 
 def run_ppo(config: PPOConfig) -> None:
@@ -106,7 +109,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
             tracker.print(f"validation prompts: {validation.report}")
         manager.ready()
     roles = Roles(config, runtime)
-    home = roles.groups_of(config.actor.megatron)
+    home = build_groups(Layout(ranks=runtime.ranks))
     with phase("build_rollout"):
         engine = VLLMEngine(
             config.rollout,
@@ -122,21 +125,20 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
     rollout = RolloutWorkerGroup(
         engine, home.layout, config.rollout, response_length=config.data.max_response_length, pad_token_id=pad
     )
-    reward = RewardWorkerGroup(manager, home, tokenizer)
-    actor = roles.actor(home)
+    reward = RewardWorkerGroup(manager, tokenizer)
+    actor = roles.actor(home.layout)
     dtype = getattr(torch, config.rollout.dtype)
+    spreader = Spreader(actor.layout, home.layout, runtime.device)
     sync = WeightSync(
-        lambda bucket_bytes: actor.weights(bucket_bytes, dtype),
+        lambda bucket_bytes: spreader.spread(actor.weights(bucket_bytes, dtype) if actor.is_member else None),
         engine,
         bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
         group=engine.world_group,
     )
-    critic, ref = roles.critic(home), roles.reference(home, actor)
-    if isinstance(ref, SwappedReferenceWorkerGroup):
-        tracker.print(f"ref: {ref.layout}; the actor's initial weights, swapped into its model")
+    critic, ref = roles.critic(home.layout), roles.reference(home.layout, actor)
     for group in (actor, critic, ref):
-        if group is not None and not isinstance(group, SwappedReferenceWorkerGroup):
-            tracker.print(f"{group.engine.name}: {group.layout}; {group.engine.load_report}")
+        if group is not None:
+            tracker.print(group.describe())
     kl_controller = make_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
     return PPOTrainer(
         config,
@@ -147,6 +149,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         Gates(config.trainer.gates, home),
         tracker,
         make_timers(runtime),
+        TraceFile(config.trainer.default_local_dir) if config.trainer.trace and runtime.rank == 0 else None,
     )
 
 
@@ -186,30 +189,29 @@ def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrain
 
 
 class Roles:
-    """Builds the roles of a PPO run, each with the groups of its own layout.
+    """Builds the roles of a PPO run, each on the ranks of its pool.
 
     Args:
         config: The validated configuration.
         runtime: This rank.
 
-    Every rank must call its methods in the same order: building groups is collective over the world.
+    Every rank must call its methods in the same order, also for roles that it is no part of: building groups is
+    collective over the world.
     """
 
     def __init__(self, config: PPOConfig, runtime: Runtime):
         self._config = config
         self._runtime = runtime
 
-    def groups_of(self, megatron: MegatronConfig) -> Groups:
-        """Process groups of a layout on all ranks."""
-        return build_groups(Layout.from_config(megatron, self._runtime.ranks))
-
-    def actor(self, home: Groups) -> ActorWorkerGroup:
-        """The policy, at home."""
+    def actor(self, home: Layout) -> ActorWorkerGroup:
+        """The policy."""
         config = self._config
         with phase("build_actor"):
+            groups = self._groups(config.actor.megatron, config.actor.resource_pool)
             return ActorWorkerGroup(
-                self._engine("actor", "lm", config.actor.megatron, config.actor.optim, home),
-                home.layout,
+                self._engine("actor", "lm", config.actor.megatron, config.actor.optim, groups),
+                groups.layout,
+                home,
                 config.data.max_response_length,
                 config.actor,
                 temperature=config.rollout.temperature,
@@ -221,40 +223,50 @@ class Roles:
                 ),
             )
 
-    def critic(self, home: Groups) -> CriticWorkerGroup:
+    def critic(self, home: Layout) -> CriticWorkerGroup:
         """The value function."""
         config = self._config
         with phase("build_critic"):
-            groups = self.groups_of(config.critic.megatron)
+            groups = self._groups(config.critic.megatron, config.critic.resource_pool)
             return CriticWorkerGroup(
                 self._engine("critic", "value", config.critic.megatron, config.critic.optim, groups),
-                home.layout,
+                groups.layout,
+                home,
                 config.data.max_response_length,
                 config.critic,
                 samples_per_prompt=config.rollout.n,
             )
 
-    def reference(self, home: Groups, actor: ActorWorkerGroup) -> ReferenceWorkerGroup | None:
+    def reference(self, home: Layout, actor: ActorWorkerGroup) -> ReferenceWorkerGroup | None:
         """The frozen policy, when there is one. Without a layout of its own it is the actor of this moment."""
         config = self._config
         if config.ref is None:
             return None
         with phase("build_ref"):
-            kind, engine = SwappedReferenceWorkerGroup, actor.engine
+            kind, layout, engine = SwappedReferenceWorkerGroup, actor.layout, actor.engine if actor.is_member else None
             if config.ref.megatron is not None:
-                groups = self.groups_of(config.ref.megatron)
-                kind, engine = ReferenceWorkerGroup, self._engine("ref", "lm", config.ref.megatron, None, groups)
+                groups = self._groups(config.ref.megatron, config.ref.resource_pool)
+                kind, layout = ReferenceWorkerGroup, groups.layout
+                engine = self._engine("ref", "lm", config.ref.megatron, None, groups)
             return kind(
                 engine,
-                home.layout,
+                layout,
+                home,
                 config.data.max_response_length,
                 config.ref,
                 temperature=config.rollout.temperature,
             )
 
+    def _groups(self, megatron: MegatronConfig, pool: str | None) -> Groups:
+        """Process groups of a role's layout, on the ranks of its pool."""
+        return build_groups(Layout.from_config(megatron, pool_ranks(self._config.trainer, pool)))
+
     def _engine(
         self, name: str, head: Head, megatron: MegatronConfig, optim: OptimConfig | None, groups: Groups
-    ) -> MegatronEngine:
+    ) -> MegatronEngine | None:
+        """A role's engine; None on ranks that are no part of the role."""
+        if not groups.is_member:
+            return None
         config = self._config
         own = config.critic.model if name == "critic" else None
         allowed = list(own.allow_unexpected) if own else []

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_megatron.data.proto import DataProto
-from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum
+from rlhf_megatron.parallel.collectives import all_gather_object, all_reduce_max, all_reduce_sum
 from rlhf_megatron.parallel.groups import Groups
 
 
@@ -47,10 +47,18 @@ def global_tokens(batch: DataProto, home: Groups) -> float:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, object]]:
-    """The first rows of this rank's shard as (prompt, response, score) for the samples file."""
+    """The first rows of the step as (prompt, response, score) for the samples file. Collective over the world.
+
+    Rows are numbered from 0 in each step; home placement holds them in order.
+    """
+    mine = batch.select_rows(batch.batch["row_id"] < count)
+    return [row for part in all_gather_object(_readable(mine, tokenizer)) for row in part]
+
+
+def _readable(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, object]]:
     scores = batch.batch["token_level_scores"].sum(-1)
     rows = []
-    for index in range(min(count, len(batch))):
+    for index in range(len(batch)):
         mask = batch.batch["attention_mask"][index].bool()
         width = batch.batch["prompts"].shape[1]
         rows.append(

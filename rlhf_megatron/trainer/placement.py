@@ -1,4 +1,4 @@
-"""Where the trainer keeps its batch: each rank the rows of its shard of the home layout."""
+"""Where the trainer keeps its batch: "home", all rows divided over all ranks, whatever the layouts of the roles."""
 
 import numpy as np
 import torch

@@ -2,7 +2,8 @@
 
     prompts -> sync weights -> generate -> score -> old and reference log-probs, values -> KL, advantages -> updates
 
-Every rank runs the same loop over the rows of its home shard. What varies between runs (estimators, layouts, engines)
+Every rank runs the same loop over its part of the rows. Roles that do not depend on each other are called `together`:
+on disjoint ranks they run at the same time. What varies between runs (estimators, layouts, engines)
 is an object chosen when the trainer is built (`build.py`), so the loop has no modes.
 """
 
@@ -16,15 +17,18 @@ import torch
 from rlhf_megatron.checkpoint.hf_export import export_hf
 from rlhf_megatron.config.ppo import PPOConfig
 from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.parallel.collectives import all_gather_object
 from rlhf_megatron.parallel.failures import phase
 from rlhf_megatron.rewards.worker import RewardWorkerGroup
 from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.roles.critic import CriticWorkerGroup
 from rlhf_megatron.roles.reference import ReferenceWorkerGroup
+from rlhf_megatron.roles.together import RoleCall, together
 from rlhf_megatron.rollout.weight_sync import WeightSync
 from rlhf_megatron.rollout.worker import RolloutWorkerGroup
 from rlhf_megatron.tracking.console import summary_table
-from rlhf_megatron.tracking.timers import Timers, throughput
+from rlhf_megatron.tracking.timers import Timers, slowest, throughput
+from rlhf_megatron.tracking.trace import TraceFile
 from rlhf_megatron.tracking.tracking import Tracker
 from rlhf_megatron.trainer.evaluation import Evaluator
 from rlhf_megatron.trainer.experience import Experience
@@ -84,6 +88,7 @@ class PPOTrainer:
         gates: Exactness gates.
         tracker: Where metrics go (rank 0), or nowhere (other ranks).
         timers: Clock of the phases.
+        trace: File of all phases of all ranks (rank 0), or None.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class PPOTrainer:
         gates: Gates,
         tracker: Tracker,
         timers: Timers,
+        trace: TraceFile | None = None,
     ):
         self.config = config
         self.workers = workers
@@ -105,6 +111,7 @@ class PPOTrainer:
         self.gates = gates
         self.tracker = tracker
         self.timers = timers
+        self.trace = trace
         self.state = TrainState(total_steps=total_steps(config.trainer, len(prompts)))
 
     def fit(self) -> TrainState:
@@ -131,7 +138,7 @@ class PPOTrainer:
         """One step of the algorithm.
 
         Args:
-            prompts: This rank's home shard, one row per answer.
+            prompts: This rank's rows, one per answer.
 
         Returns:
             The rows with everything that was computed about them, and metrics.
@@ -143,33 +150,37 @@ class PPOTrainer:
             batch = workers.rollout.generate_sequences(prompts)
         with self.phase("reward"):
             batch = batch.union(workers.reward.compute_rm_score(batch))
-        with self.phase("old_log_prob"):
-            batch = batch.union(workers.actor.compute_log_prob(batch))
-        if workers.ref is not None:
-            with self.phase("ref"):
-                batch = batch.union(workers.ref.compute_ref_log_prob(batch))
-        with self.phase("values"):
-            batch = batch.union(workers.critic.compute_values(batch))
+        for scores in together(*self.scoring(batch), during=self.phase):
+            batch = batch.union(scores)
         with self.phase("adv"):
             metrics |= self.gates.check_rollout(batch, self.state)
             batch, advantage_metrics = self.experience.compute_advantage(batch)
-        with self.phase("update_critic"):
-            critic_metrics = workers.critic.update_critic(batch)
-        with self.phase("update_actor"):
-            actor_metrics = self.update_actor(batch)
-        return batch, metrics | advantage_metrics | critic_metrics | actor_metrics
+        for update_metrics in together(*self.updates(batch), during=self.phase):
+            metrics |= update_metrics
+        if self.updates_actor:
+            with phase("update_actor"):
+                self.gates.check_update(metrics, self.state)
+            self.state.actor_version += 1
+        return batch, metrics | advantage_metrics
 
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """Updates the policy, but for the first `critic_warmup` steps, in which only the critic learns."""
-        if self.state.global_step <= self.config.trainer.critic_warmup:
-            return {}
-        metrics = self.workers.actor.update_actor(batch)
-        self.state.actor_version += 1
-        self.gates.check_update(metrics, self.state)
-        return metrics
+    def scoring(self, batch: DataProto) -> list[RoleCall[DataProto]]:
+        """What the roles have to say about the answers: old log-probs, values, the reference's log-probs."""
+        workers = self.workers
+        calls = [workers.actor.log_prob_call(batch), workers.critic.values_call(batch)]
+        return calls if workers.ref is None else [*calls, workers.ref.log_prob_call(batch)]
+
+    def updates(self, batch: DataProto) -> list[RoleCall[dict[str, float]]]:
+        """The updates of the step."""
+        calls = [self.workers.critic.update_call(batch)]
+        return [*calls, self.workers.actor.update_call(batch)] if self.updates_actor else calls
+
+    @property
+    def updates_actor(self) -> bool:
+        """Whether the policy is updated in this step: not in the first `critic_warmup`."""
+        return self.state.global_step > self.config.trainer.critic_warmup
 
     def next_prompts(self) -> DataProto:
-        """Begins a step: the next batch of prompts, this rank's home shard of it, one row per answer."""
+        """Begins a step: the next batch of prompts, this rank's part of it, one row per answer."""
         with self.phase("data"):
             self.state.epoch = self.prompts.epoch
             prompts = to_home(self.prompts.next_batch(), self.config.rollout.n, self.experience.home)
@@ -201,14 +212,14 @@ class PPOTrainer:
         with self.synced_rollout(), self.phase("testing"):
             metrics = self.evaluator.evaluate(self.state.global_step)
         self.state.validations[self.state.global_step] = metrics
-        timings = {"timing_s/testing": self.timers.pop()["timing_s/testing"]}
+        timings = {"timing_s/testing": self.timings()["timing_s/testing"]}
         self.tracker.log(metrics | timings, step=self.state.global_step)
 
     def log(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Records a step's metrics, timings and samples."""
         with phase("log"):
             home, step = self.experience.home, self.state.global_step
-            timings = self.timers.pop()
+            timings = self.timings()
             metrics = metrics | batch_metrics(batch, home) | timings
             metrics |= throughput(global_tokens(batch, home), timings["timing_s/step"], len(home.layout.ranks))
             metrics |= {"training/global_step": float(step), "training/epoch": float(self.state.epoch)}
@@ -216,15 +227,26 @@ class PPOTrainer:
             samples = sample_rows(batch, self.workers.reward.tokenizer, self.config.trainer.log_samples)
             self.tracker.log_samples(samples, step=step)
 
+    def timings(self) -> dict[str, float]:
+        """`timing_s/<phase>` since the last call, each of the rank that took longest. Collective over the world."""
+        ranks = all_gather_object(self.timers.pop_intervals())
+        if self.trace is not None:
+            self.trace.add(ranks, self.state.global_step)
+        return slowest(ranks)
+
     def export(self) -> None:
         """Writes the policy as a HuggingFace folder, `<run>/hf_model`."""
         if not self.config.trainer.export_hf:
             return
         with self.phase("export"):
-            engine = self.workers.actor.engine
             folder = f"{self.config.trainer.default_local_dir}/hf_model"
-            with engine.resident():
-                export_hf(engine.chunks, engine.shape, engine.groups, self.config.model.path, folder, overwrite=True)
+            if self.workers.actor.is_member:
+                engine = self.workers.actor.engine
+                source = self.config.model.path
+                with engine.resident():
+                    export_hf(engine.chunks, engine.shape, engine.groups, source, folder, overwrite=True)
+            # Who writes no part of it says only then that it is there.
+            torch.distributed.barrier()
             self.state.hf_folder = folder
 
     def report(self) -> None:

@@ -26,6 +26,8 @@ from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.roles.critic import CriticWorkerGroup
 from rlhf_megatron.roles.reference import ReferenceWorkerGroup
 from rlhf_megatron.roles.scoring import response_log_probs
+from rlhf_megatron.roles.together import together
+from rlhf_megatron.tracking.timers import Timers
 from rlhf_megatron.trainer.experience import Experience
 from rlhf_megatron.trainer.gates import Gates
 from rlhf_megatron.trainer.placement import to_home
@@ -70,7 +72,9 @@ def megatron(tp: int, pp: int, leaves: dict[str, Any] | None = None) -> Megatron
 
 
 def engine(folder: str, name: str, head: str, config: MegatronConfig, groups: Groups, runtime: Runtime, frozen=False):
-    """A real engine on a tiny folder."""
+    """A real engine on a tiny folder; None outside of the layout."""
+    if not groups.is_member:
+        return None
     spec = EngineSpec(
         name, folder, head, config, None if frozen else OPTIM, seed=5, allow_unexpected=("lm_head.weight",)
     )
@@ -83,18 +87,33 @@ def ppo_step(
     critic_layout: tuple[int, int],
     micro_batch_size: int = 2,
     poison: bool = False,
+    actor_ranks: tuple[int, ...] = (),
+    critic_ranks: tuple[int, ...] = (),
     **actor_options: Any,
 ) -> dict[str, Any]:
     """Log-probs, values, advantages and both updates on a fixed batch.
 
+    Args:
+        folder: The model.
+        actor_layout: (tp, pp).
+        critic_layout: (tp, pp), also of the reference.
+        micro_batch_size: Rows per pass.
+        poison: Whether masked positions hold garbage.
+        actor_ranks: Ranks of the actor; all when empty.
+        critic_ranks: Ranks of the critic; all when empty. The reference is always on all.
+        actor_options: Further leaves of the actor.
+
     Returns:
         Metrics, the log-probs and values of all rows in row order, and the updated weights of actor and critic by
-        HuggingFace name (all as plain Python or numpy).
+        HuggingFace name (all as plain Python or numpy; None on ranks outside of the role); and the intervals in which
+        this rank updated a role.
     """
     runtime = init_runtime("cpu", 60)
     actor_megatron, critic_megatron = megatron(*actor_layout), megatron(*critic_layout)
-    home = build_groups(Layout.from_config(actor_megatron, runtime.ranks))
-    critic_groups = build_groups(Layout.from_config(critic_megatron, runtime.ranks))
+    home = build_groups(Layout(ranks=runtime.ranks))
+    actor_groups = build_groups(Layout.from_config(actor_megatron, actor_ranks or runtime.ranks))
+    critic_groups = build_groups(Layout.from_config(critic_megatron, critic_ranks or runtime.ranks))
+    ref_groups = build_groups(Layout.from_config(critic_megatron, runtime.ranks))
     common: dict[str, Any] = {
         "ppo_mini_batch_size": 4,
         "ppo_micro_batch_size_per_gpu": micro_batch_size,
@@ -103,7 +122,8 @@ def ppo_step(
         "optim": OPTIM,
     }
     actor = ActorWorkerGroup(
-        engine(folder, "actor", "lm", actor_megatron, home, runtime),
+        engine(folder, "actor", "lm", actor_megatron, actor_groups, runtime),
+        actor_groups.layout,
         home.layout,
         RESPONSE_WIDTH,
         ActorConfig(megatron=actor_megatron, entropy_coeff=0.01, use_kl_loss=True, **common | actor_options),
@@ -113,22 +133,23 @@ def ppo_step(
     )
     critic = CriticWorkerGroup(
         engine(folder, "critic", "value", critic_megatron, critic_groups, runtime),
+        critic_groups.layout,
         home.layout,
         RESPONSE_WIDTH,
         CriticConfig(megatron=critic_megatron, **common),
         samples_per_prompt=1,
     )
     reference = ReferenceWorkerGroup(
-        engine(folder, "ref", "lm", critic_megatron, critic_groups, runtime, frozen=True),
+        engine(folder, "ref", "lm", critic_megatron, ref_groups, runtime, frozen=True),
+        ref_groups.layout,
         home.layout,
         RESPONSE_WIDTH,
         RefConfig(megatron=critic_megatron, log_prob_micro_batch_size_per_gpu=micro_batch_size),
         temperature=0.7,
     )
     batch = to_home(fixed_prompts(8), 1, home)
-    batch = batch.union(actor.compute_log_prob(batch))
-    batch = batch.union(reference.compute_ref_log_prob(batch))
-    batch = batch.union(critic.compute_values(batch))
+    for scores in together(actor.log_prob_call(batch), critic.values_call(batch), reference.log_prob_call(batch)):
+        batch = batch.union(scores)
     # Another policy than the present one scored the answers, so that ratios differ from 1 and some are clipped.
     batch.batch["old_log_probs"] = batch.batch["old_log_probs"] + 0.3 * torch.sin(
         batch.batch["row_id"][:, None] + torch.arange(RESPONSE_WIDTH)
@@ -137,14 +158,16 @@ def ppo_step(
         _poison(batch)
     experience = Experience(AlgorithmConfig(use_kl_in_reward=True, lam=0.9), home, FixedKLController(0.05))
     batch, metrics = experience.compute_advantage(batch)
-    metrics |= critic.update_critic(batch)
-    metrics |= actor.update_actor(batch)
+    timers = Timers()
+    for update_metrics in together(critic.update_call(batch), actor.update_call(batch), during=timers):
+        metrics |= update_metrics
     rows = gather_rows(batch, ("old_log_probs", "ref_log_prob", "values", "advantages", "returns"), home)
     return {
         "metrics": metrics,
         "rows": rows,
-        "actor": full_weights(actor.engine),
-        "critic": full_weights(critic.engine),
+        "actor": full_weights(actor.engine) if actor.is_member else None,
+        "critic": full_weights(critic.engine) if critic.is_member else None,
+        "intervals": timers.pop_intervals(),
     }
 
 
@@ -224,10 +247,10 @@ def gate(difference: float, kl: float, version: int) -> str:
     return "passed"
 
 
-def scored(reward_file: str, layout: tuple[int, int]) -> dict[int, tuple[list[float], str | None]]:
-    """Scores of rows with answers of 0 to 3 tokens and a hole in the mask, by row id; each from this rank's shard."""
+def scored(reward_file: str) -> dict[int, tuple[list[float], str | None]]:
+    """Scores of rows with answers of 0 to 3 tokens and a hole in the mask, by row id; each from this rank's part."""
     runtime = init_runtime("cpu", 60)
-    home = build_groups(Layout.from_config(megatron(*layout), runtime.ranks))
+    home = build_groups(Layout(ranks=runtime.ranks))
     config = RewardConfig(custom_reward_function=CustomRewardConfig(path=reward_file), num_workers=0, on_error="zero")
     response_mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 1]])
     lengths = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]])
@@ -245,7 +268,7 @@ def scored(reward_file: str, layout: tuple[int, int]) -> dict[int, tuple[list[fl
     )
     batch = to_home(rows, 1, home)
     with RewardManager(config) as manager:
-        result = RewardWorkerGroup(manager, home, tokenizer).compute_rm_score(batch)
+        result = RewardWorkerGroup(manager, tokenizer).compute_rm_score(batch)
     errors = [extra["error"] for extra in result.non_tensor_batch["reward_extra"]]
     scores = result.batch["token_level_scores"].tolist()
     return dict(zip(batch.batch["row_id"].tolist(), zip(scores, errors, strict=True), strict=True))

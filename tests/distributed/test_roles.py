@@ -35,6 +35,8 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, rows in expected["rows"].items():
         np.testing.assert_allclose(result["rows"][name], rows, atol=ROW_TOLERANCE, rtol=ROW_TOLERANCE, err_msg=name)
     for role in ("actor", "critic"):
+        if result[role] is None:
+            continue
         assert result[role].keys() == expected[role].keys()
         for name, tensor in expected[role].items():
             np.testing.assert_allclose(result[role][name], tensor, atol=WEIGHT_TOLERANCE, rtol=0, err_msg=name)
@@ -117,9 +119,8 @@ def test_gates(world2: Any, difference: float, kl: float, version: int, words: l
     assert all(word in messages[0] for word in words)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
-def test_scores_stand_on_the_last_response_token(world2: Any, tmp_path: Any, layout: tuple[int, int]) -> None:
-    """Whoever scores a row (shards of their own, or two ranks that share one), and whatever its mask looks like."""
+def test_scores_stand_on_the_last_response_token(world2: Any, tmp_path: Any) -> None:
+    """Whoever scores a row, and whatever its mask looks like."""
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -127,7 +128,7 @@ def test_scores_stand_on_the_last_response_token(world2: Any, tmp_path: Any, lay
         "    return int(solution_str or 9) + 0.5 * (ground_truth == '7')\n"
     )
     merged: dict[int, Any] = {}
-    for result in world2.run("tests.distributed.bodies_roles:scored", str(reward), layout):
+    for result in world2.run("tests.distributed.bodies_roles:scored", str(reward)):
         for row, value in result.items():
             assert merged.setdefault(row, value) == value
     # Row 1 answers one token; row 2 none, so its 9 has no place; row 3's last token is not the policy's own.
@@ -135,3 +136,47 @@ def test_scores_stand_on_the_last_response_token(world2: Any, tmp_path: Any, lay
     assert [merged[row][0] for row in range(5)] == expected
     assert [row for row in range(5) if merged[row][1] is not None] == [4]
     assert "no" in merged[4][1]
+
+
+DISJOINT = [
+    ((2, 1), (0, 1), (1, 1), (2, 3)),
+    ((1, 2), (2, 3), (2, 1), (0, 1)),
+    # Three shards, which divide neither the rows nor a mini-batch; rank 0 has no actor, and the sets interleave.
+    ((1, 1), (2,), (1, 1), (0, 1, 3)),
+]
+
+
+@pytest.mark.parametrize(("actor", "actor_ranks", "critic", "critic_ranks"), DISJOINT)
+def test_roles_on_disjoint_ranks_agree_and_overlap(
+    world4: Any,
+    folder: str,
+    one_rank: dict[str, Any],
+    actor: tuple[int, int],
+    actor_ranks: tuple[int, ...],
+    critic: tuple[int, int],
+    critic_ranks: tuple[int, ...],
+) -> None:
+    results = world4.run(BODY, folder, actor, critic, 2, False, actor_ranks, critic_ranks, timeout=180)
+    spans = {"update_actor": [], "update_critic": []}
+    for rank, result in enumerate(results):
+        assert (result["actor"] is not None) == (rank in actor_ranks)
+        assert (result["critic"] is not None) == (rank in critic_ranks)
+        # Metrics and rows are the same on every rank, also of roles that it has no part in.
+        assert_same(result, one_rank)
+        assert [interval.name for interval in result["intervals"]] == [
+            "update_actor" if rank in actor_ranks else "update_critic"
+        ]
+        for name, start, seconds in result["intervals"]:
+            spans[name].append((start, start + seconds))
+    begin = {name: min(start for start, _ in parts) for name, parts in spans.items()}
+    end = {name: max(stop for _, stop in parts) for name, parts in spans.items()}
+    shorter = min(end[name] - begin[name] for name in spans)
+    # Both begin as soon as the rows are there. Had they run one after the other, they would share no time at all.
+    assert min(end.values()) - max(begin.values()) > shorter / 2
+
+
+def test_roles_on_the_same_ranks_take_turns(world2: Any, folder: str) -> None:
+    for result in world2.run(BODY, folder, (2, 1), (1, 1), timeout=180):
+        first, second = result["intervals"]
+        assert (first.name, second.name) == ("update_critic", "update_actor")
+        assert first.start + first.seconds <= second.start

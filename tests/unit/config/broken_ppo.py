@@ -363,6 +363,75 @@ LAYOUTS = (
     case("actor.megatron.transformer_impl", "actor.megatron.transformer_impl=transformer_engine", "needs a GPU"),
 )
 
+TWO_POOLS = (
+    "trainer.n_gpus_per_node=4",
+    "trainer.resource_pools.one.process_on_nodes=[2]",
+    "trainer.resource_pools.two.process_on_nodes=[2]",
+    "actor.resource_pool=one",
+    "critic.resource_pool=two",
+)
+"""Actor and critic on disjoint ranks of four."""
+
+POOLS = (
+    case("actor.resource_pool", "actor.resource_pool=one", "is not a pool", "trainer.resource_pools.one", "null"),
+    case("critic.resource_pool", (*TWO_POOLS, "critic.resource_pool=tow"), "Did you mean critic.resource_pool=two?"),
+    case("ref.resource_pool", (*TWO_POOLS, "ref.resource_pool=main"), "There are: one, two."),
+    case(
+        "trainer.resource_pools.one.process_on_nodes",
+        (*TWO_POOLS, "trainer.resource_pools.one.process_on_nodes=[6]"),
+        "[6]",
+        "may exceed the 4 ranks of a node",
+    ),
+    case(
+        "trainer.resource_pools.one.process_on_nodes",
+        (*TWO_POOLS, "trainer.resource_pools.one.process_on_nodes=[1,1]"),
+        "one entry for each of the 1 nodes (trainer.nnodes)",
+    ),
+    case(
+        "trainer.resource_pools.two.process_on_nodes",
+        (*TWO_POOLS, "trainer.resource_pools.two.process_on_nodes=[4]"),
+        "the other pools take 2 of the 1 x 4 ranks",
+    ),
+    case("trainer.resource_pools.two", (*TWO_POOLS, "critic.resource_pool=null"), "no role lives there"),
+    case(
+        "trainer.resource_pools.one.max_colocate_count",
+        (*TWO_POOLS, "ref.resource_pool=one", "trainer.resource_pools.one.max_colocate_count=1"),
+        "less than the 2 roles there: actor, ref",
+    ),
+    case(
+        "actor.megatron.tensor_model_parallel_size",
+        (*TWO_POOLS, "actor.megatron.tensor_model_parallel_size=4"),
+        "4 x 1 x 1 = 4 must divide the 2 ranks of its pool (trainer.resource_pools.one)",
+        "1 or 2",
+    ),
+    case(
+        "critic.ppo_mini_batch_size",
+        (
+            "trainer.n_gpus_per_node=6",
+            "trainer.resource_pools.one.process_on_nodes=[3]",
+            "critic.resource_pool=one",
+            "data.train_batch_size=48",
+        ),
+        "16 samples must be divisible by the 3 data-parallel ranks of critic",
+    ),
+    case(
+        "trainer.resource_pools.one.process_on_nodes",
+        (*TWO_POOLS, "trainer.resource_pools.one.process_on_nodes=[0]"),
+        "must be [int > 0, ...]",
+    ),
+    case(
+        "trainer.resource_pools.one.process_on_node",
+        (*TWO_POOLS, "trainer.resource_pools.one.process_on_node=[2]"),
+        "Did you mean 'trainer.resource_pools.one.process_on_nodes'?",
+    ),
+    case(
+        "trainer.resource_pools.one.process_on_nodes",
+        ("trainer.resource_pools.one.max_colocate_count=2", "actor.resource_pool=one"),
+        "is needed",
+        "trainer.resource_pools.one.process_on_nodes=...",
+    ),
+)
+
 BATCHES = (
     case("actor.ppo_mini_batch_size", "actor.ppo_mini_batch_size=128", "must not exceed data.train_batch_size 64"),
     case("critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size=24", "must divide data.train_batch_size 64", "72"),
@@ -536,9 +605,16 @@ WHOLE = (
     (*TWO_STAGES, "critic.megatron.virtual_pipeline_model_parallel_size=3"),
     (*TWO_STAGES, "critic.megatron.num_layers_in_first_pipeline_stage=2"),
     (*TWO_STAGES, "critic.megatron.pipeline_model_parallel_layout='Et*3|(t|)*2,tL'"),
+    TWO_POOLS,
+    # Six ranks do not divide 64 samples; the two of the pool do, and home placement needs no even parts.
+    (
+        "trainer.n_gpus_per_node=6",
+        "trainer.resource_pools.one={process_on_nodes:[2],max_colocate_count:3}",
+        *(f"{role}.resource_pool=one" for role in ("actor", "critic", "ref")),
+    ),
     # Which layers auto takes on a CPU is not for the configuration to say.
     ("actor.megatron.transformer_impl=auto", "critic.megatron.transformer_impl=torch"),
 )
 """Changes of `GOOD` that look like some of the broken ones, and are good."""
 
-BROKEN = (*SYNTAX, *GROUPS, *KEYS, *MISSING, *TYPES, *LAYOUTS, *BATCHES, *EFFECTS)
+BROKEN = (*SYNTAX, *GROUPS, *KEYS, *MISSING, *TYPES, *LAYOUTS, *POOLS, *BATCHES, *EFFECTS)
