@@ -18,8 +18,8 @@ from rlhf_megatron.parallel.groups import Groups
 def objects_gathered_over(groups: Groups) -> Iterator[None]:
     """Inside of the block, `torch.distributed.all_gather_object` without a group asks the ranks of a layout only.
 
-    The list of results keeps its length, one entry per rank of the job: the layout's answers are repeated in it. That is
-    right where only their union counts. Changes a function of torch for the process, so nothing else may run meanwhile.
+    The list of results keeps its length, one entry per rank of the job: the layout's answers are repeated in it, which
+    is right where only their union counts. Changes a function of torch for the process: nothing else may run meanwhile.
 
     Args:
         groups: Groups of the layout, which this rank is part of.

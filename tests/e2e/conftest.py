@@ -51,6 +51,15 @@ class Inputs:
             *overrides,
         ]
 
+    def on_pools(self, *overrides: str) -> list[str]:
+        """The same with the critic on the first of two ranks and the actor on the second."""
+        return [
+            *self.ppo(*overrides),
+            "parallel@actor.megatron=tp1",
+            *(f"trainer.resource_pools.{role}_pool.process_on_nodes=[1]" for role in ("critic", "actor")),
+            *(f"{role}.resource_pool={role}_pool" for role in ("critic", "actor")),
+        ]
+
     def reward_file(self, folder: Path, body: str) -> str:
         """Writes another reward function; returns the override that selects it."""
         path = folder / "reward.py"

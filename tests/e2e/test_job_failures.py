@@ -36,6 +36,19 @@ def test_an_exception_on_one_rank_ends_all(zygote: Zygote, inputs: Inputs, phase
     assert "because rank 1 failed first" in job.log
 
 
+@pytest.mark.parametrize(("phase", "rank"), [("update_critic", 0), ("update_actor", 1)])
+def test_an_exception_in_one_role_ends_the_ranks_of_the_others(
+    zygote: Zygote, inputs: Inputs, phase: str, rank: int
+) -> None:
+    """The other rank has no part in that role, and runs its own or waits for the results."""
+    arguments = inputs.on_pools("trainer.total_training_steps=1", "trainer.val_before_train=false")
+    job = zygote.run(PPO, arguments, fault={"rank": rank, "phase": phase, "kind": "raise"})
+    assert 0 not in job.codes
+    assert job.seconds_after_first_end < 30
+    assert f"[rank {rank}] failed in phase '{phase}': RuntimeError: injected by the test" in job.log
+    assert f"because rank {rank} failed first" in job.log
+
+
 @pytest.mark.parametrize("kind", ["exit", "kill"])
 def test_a_rank_that_vanishes_ends_all(zygote: Zygote, inputs: Inputs, kind: str) -> None:
     arguments = inputs.ppo("trainer.total_training_steps=1", "trainer.val_before_train=false")

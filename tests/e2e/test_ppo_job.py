@@ -62,25 +62,44 @@ def test_records(still: Job) -> None:
     assert "Step 5 | Actor Loss:" in still.log and "Reward Score:" in still.log and "KL Divergence:" in still.log
 
 
-def test_layouts_do_not_change_the_run(zygote: Zygote, inputs: Inputs) -> None:
+# Adam with a large eps: the update is a smooth function of the gradient, whose rounding depends on the layout.
+MOVING = ("actor.optim.lr=1e-3", "actor.optim.eps=1e-3", "critic.optim.eps=1e-3", "rollout.n=2")
+
+
+@pytest.fixture(scope="module")
+def moving(zygote: Zygote, inputs: Inputs) -> list[dict[str, Any]]:
+    """Metrics of two steps that learn."""
+    return zygote.run(PPO, inputs.ppo(*MOVING)).assert_ok().metrics()
+
+
+def test_layouts_do_not_change_the_run(zygote: Zygote, inputs: Inputs, moving: list[dict[str, Any]]) -> None:
     """Other layouts, another number of rollout replicas, other micro-batches: the same samples, losses and updates."""
-    common = inputs.ppo("actor.optim.lr=1e-3", "actor.optim.eps=1e-3", "critic.optim.eps=1e-3", "rollout.n=2")
-    first = zygote.run(PPO, common).assert_ok().metrics()
-    second = (
-        zygote.run(
-            PPO,
-            [
-                *common,
-                "parallel@actor.megatron=tp1_pp2",
-                "parallel@critic.megatron=tp2",
-                "rollout.tensor_model_parallel_size=2",
-                "actor.ppo_micro_batch_size_per_gpu=2",
-            ],
-        )
-        .assert_ok()
-        .metrics()
+    other = (
+        "parallel@actor.megatron=tp1_pp2",
+        "parallel@critic.megatron=tp2",
+        "rollout.tensor_model_parallel_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
     )
-    assert_same_run(first, second)
+    assert_same_run(moving, zygote.run(PPO, inputs.ppo(*MOVING, *other)).assert_ok().metrics())
+
+
+def test_roles_on_pools_of_their_own(zygote: Zygote, inputs: Inputs, moving: list[dict[str, Any]]) -> None:
+    """The same run with the critic on rank 0 and the actor on rank 1, whose updates overlap in time."""
+    job = zygote.run(PPO, inputs.on_pools(*MOVING, "trainer.trace=true")).assert_ok()
+    rows = job.metrics()
+    assert_same_run(moving, rows)
+    # Rank 0 writes the records, and has no actor.
+    assert all(row["timing_s/update_actor"] > 0 and row["timing_s/old_log_prob"] > 0 for row in rows)
+    assert "actor: [tp1 pp1 dp1 on ranks 1-1]" in job.log
+    assert (job.folder / "hf_model" / "model.safetensors").exists()
+    events = json.loads((job.folder / "trace.json").read_text().rstrip().rstrip(",") + "]")
+    for step in (1, 2):
+        (actor,) = [e for e in events if e["name"] == "update_actor" and e["args"]["step"] == step]
+        (critic,) = [e for e in events if e["name"] == "update_critic" and e["args"]["step"] == step]
+        assert (actor["pid"], critic["pid"]) == (1, 0)
+        overlap = min(e["ts"] + e["dur"] for e in (actor, critic)) - max(e["ts"] for e in (actor, critic))
+        # One after the other they would share no time.
+        assert overlap > min(actor["dur"], critic["dur"]) / 2
 
 
 def test_every_role_with_a_layout_of_its_own(zygote: Zygote, inputs: Inputs) -> None:
