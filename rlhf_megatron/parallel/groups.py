@@ -31,7 +31,6 @@ AXES = {
     "tp_cp": "tp-cp",
     "tp_dp": "tp-dp",
     "tp_dp_cp": "tp-dp-cp",
-    "tp_cp_pp": "tp-cp-pp",
     "ep": "ep",
     "expt_tp": "etp",
     "expt_dp": "edp",
@@ -40,7 +39,7 @@ AXES = {
     "all": "tp-cp-dp-pp",
 }
 
-_NOT_IN_COLLECTION = ("tp_dp", "tp_cp_pp", "all")
+_NOT_IN_COLLECTION = ("tp_dp", "all")
 
 # Value None: this rank is not in the group.
 _cache: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -141,11 +140,6 @@ class Groups:
     def tp_dp_cp(self) -> dist.ProcessGroup:
         """All ranks of this rank's pipeline stage."""
         return self["tp_dp_cp"]
-
-    @property
-    def tp_cp_pp(self) -> dist.ProcessGroup:
-        """All ranks that hold the same rows of a batch (one data-parallel shard)."""
-        return self["tp_cp_pp"]
 
     @property
     def ep(self) -> dist.ProcessGroup:
