@@ -100,6 +100,12 @@ PPO_NEEDS = (
     Needs("algorithm.kl_ctrl.target_kl", _adaptive, *_FIXED_KL),
     Needs("algorithm.use_kl_in_reward", lambda c: c.ref is not None, *_NO_REF),
     Needs("actor.use_kl_loss", lambda c: c.ref is not None, *_NO_REF),
+    Needs(
+        "ref.resource_pool",
+        lambda c: c.ref is not None and c.ref.megatron is not None,
+        "ref.megatron is null: a swapped reference lives where the actor does",
+        "Choose a layout for it (parallel@ref.megatron=...)",
+    ),
     Needs("actor.kl_loss_coef", _kl_loss, *_NO_LOSS_KL),
     Needs("actor.kl_loss_type", _kl_loss, *_NO_LOSS_KL),
     Needs("actor.data_loader_seed", lambda c: c.actor.shuffle, "actor.shuffle is false", "Set actor.shuffle=true"),

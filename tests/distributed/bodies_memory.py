@@ -168,9 +168,9 @@ def swapped_reference(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     groups = build_groups(Layout.from_config(config, runtime.ranks))
     own = MegatronEngine(EngineSpec("ref", folder, "lm", config, None, seed=9), groups, runtime)
     settings: dict[str, Any] = {"log_prob_micro_batch_size_per_gpu": 2}
-    separate = ReferenceWorkerGroup(own, layout, 7, RefConfig(megatron=config, **settings), temperature=0.7)
+    separate = ReferenceWorkerGroup(own, layout, layout, 7, RefConfig(megatron=config, **settings), temperature=0.7)
     swapped = SwappedReferenceWorkerGroup(
-        lender.engine, layout, 7, RefConfig(megatron=None, **settings), temperature=0.7
+        lender.engine, layout, layout, 7, RefConfig(megatron=None, **settings), temperature=0.7
     )
     scores: dict[str, list[bytes]] = {"separate": [], "swapped": [], "actor": [], "other": []}
     for _ in range(3):

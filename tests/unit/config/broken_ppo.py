@@ -399,6 +399,12 @@ POOLS = (
         "less than the 2 roles there: actor, ref",
     ),
     case(
+        "ref.resource_pool",
+        (*TWO_POOLS, "ref.megatron=null", "ref.resource_pool=two"),
+        "a swapped reference lives where the actor does",
+        "~ref.resource_pool",
+    ),
+    case(
         "actor.megatron.tensor_model_parallel_size",
         (*TWO_POOLS, "actor.megatron.tensor_model_parallel_size=4"),
         "4 x 1 x 1 = 4 must divide the 2 ranks of its pool (trainer.resource_pools.one)",
