@@ -3,7 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_megatron.config.rules import Role, divisors, facts_of, get, is_set, listed, model_folder, world_size
+from rlhf_megatron.config.rules import (
+    Role,
+    describe_ranks,
+    divisors,
+    facts_of,
+    get,
+    is_set,
+    listed,
+    model_folder,
+    role_size,
+)
 from rlhf_megatron.errors import Violation
 
 EXPERTS = "expert_model_parallel_size"
@@ -46,21 +56,20 @@ def expert_violations(num_experts: int, moe_ffn: int, megatron: Any, key: str, m
 
 
 def experts_fit_world(config: Any, role: Role) -> Iterator[Violation]:
-    """Whole copies of all experts must fill the world."""
-    megatron = get(config, role.megatron)
-    if megatron is None:
+    """Whole copies of all experts must fill the role's ranks."""
+    megatron, ranks = get(config, role.megatron), role_size(config, role)
+    if megatron is None or ranks is None:
         return
     ep, pp = megatron.expert_model_parallel_size, megatron.pipeline_model_parallel_size
     etp = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
-    world = world_size(config)
     # Where neither is given the rule about the dense layers says it.
-    if (ep > 1 or megatron.expert_tensor_parallel_size) and world % (etp * ep * pp):
+    if (ep > 1 or megatron.expert_tensor_parallel_size) and ranks % (etp * ep * pp):
         yield Violation(
             f"{role.megatron}.{EXPERTS if ep > 1 else MATRICES}",
             ep if ep > 1 else etp,
-            f"expert-tensor x expert x pipeline sizes {etp} x {ep} x {pp} = {etp * ep * pp} must divide the world of "
-            f"{world} ranks (trainer.nnodes x trainer.n_gpus_per_node).",
-            f"Choose sizes whose product is {listed(divisors(world))}, or change the number of ranks.",
+            f"expert-tensor x expert x pipeline sizes {etp} x {ep} x {pp} = {etp * ep * pp} must divide "
+            f"{describe_ranks(config, role)}.",
+            f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",
         )
 
 

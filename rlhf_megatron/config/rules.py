@@ -87,6 +87,14 @@ def role_size(config: Any, role: Role) -> int | None:
     return None if ranks is None else len(ranks)
 
 
+def describe_ranks(config: Any, role: Role) -> str:
+    """The ranks that a role lives on, for a message."""
+    ranks, pool = role_size(config, role), get(config, role.pool) if role.pool else None
+    if pool is None:
+        return f"the world of {ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
+    return f"the {ranks} ranks of its pool (trainer.resource_pools.{pool})"
+
+
 def model_parallel_size(megatron: Any) -> int:
     """Ranks that hold one copy of a role's model and share its sequences."""
     return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size

@@ -10,6 +10,7 @@ from rlhf_megatron.config.hf_facts import CPU_HEAD_DIMS, HFFacts, kv_heads_fit, 
 from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.rules import (
     Role,
+    describe_ranks,
     divisors,
     facts_of,
     get,
@@ -36,15 +37,12 @@ def fits_world(config: Any, role: Role) -> Iterator[Violation]:
         megatron.context_parallel_size,
     )
     if ranks % model_parallel_size(megatron):
-        pool = get(config, role.pool) if role.pool else None
-        whole = f"world of {ranks} ranks (trainer.nnodes x trainer.n_gpus_per_node)"
-        part = f"{ranks} ranks of its pool (trainer.resource_pools.{pool})"
         name = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
         yield Violation(
             f"{role.megatron}.{name}",
             tp if tp > 1 else pp,
-            f"tensor x pipeline x context sizes {tp} x {pp} x {cp} = {tp * pp * cp} must divide the "
-            f"{part if pool else whole}.",
+            f"tensor x pipeline x context sizes {tp} x {pp} x {cp} = {tp * pp * cp} must divide "
+            f"{describe_ranks(config, role)}.",
             f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",
         )
 

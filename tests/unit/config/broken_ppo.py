@@ -411,6 +411,11 @@ POOLS = (
         "1 or 2",
     ),
     case(
+        "actor.megatron.expert_model_parallel_size",
+        (*TWO_POOLS, "actor.megatron.expert_model_parallel_size=4"),
+        "must divide the 2 ranks of its pool (trainer.resource_pools.one)",
+    ),
+    case(
         "critic.ppo_mini_batch_size",
         (
             "trainer.n_gpus_per_node=6",
