@@ -70,12 +70,13 @@ DENSE = [
 ]
 MIXTURE = [
     case(2, ep=2, packed=True, dynamic=True),
-    case(2, ep=2, sp=False, dispatcher="allgather", recompute="full"),
+    case(2, ep=2, sp=False, recompute="full"),
     case(2, pp=2, vpp=2, recompute="selective"),
     case(4, pp=2, vpp=2, ep=2, packed=True, recompute="full"),
     case(4, tp=2, ep=2, packed=True, recompute="selective"),
     case(4, tp=2, ep=4, etp=1, packed=True, dynamic=True),
-    case(4, tp=2, pp=2, ep=2, etp=1, dynamic=True, dispatcher="allgather"),
+    case(4, tp=2, pp=2, ep=2, etp=1, dynamic=True, recompute="full"),
+    case(4, tp=2, pp=2, ep=2, etp=1, packed=True, dispatcher="allgather"),
     case(4, cp=2, ep=4, packed=True, dynamic=True, recompute="full"),
     case(4, tp=2, cp=2, ep=2, etp=1, recompute="selective"),
     case(4, cp=2, pp=2, vpp=2, ep=2, etp=1, packed=True),
