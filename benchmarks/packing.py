@@ -59,17 +59,17 @@ def make_rows(rows: int, vocab: int) -> Any:
 
 
 def make_model(folder: str, vocab: int) -> None:
-    """A Llama of about 20M parameters with random weights."""
+    """A Llama of about 4M parameters with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
@@ -134,7 +134,7 @@ def measure(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.runtime import init_runtime
 
-    vocab = 4096
+    vocab = 1024
     make_model(folder, vocab)
     runtime = init_runtime("cpu", 600)
     groups = build_groups(Layout(ranks=(0,)))
