@@ -28,6 +28,7 @@ class ActorWorkerGroup(WorkerGroup):
         temperature: The sampler's temperature; log-probs are those of the distribution sampled from.
         samples_per_prompt: `rollout.n`, by which `ppo_mini_batch_size` (prompts) becomes rows.
         log_prob_limit: Largest forward-only pass.
+        balance: Whether rows are dealt to data-parallel ranks by length (`trainer.balance_batch`).
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class ActorWorkerGroup(WorkerGroup):
         temperature: float,
         samples_per_prompt: int,
         log_prob_limit: MicroBatchLimit,
+        balance: bool = True,
     ):
-        super().__init__("actor", engine, layout, home, horizon)
+        super().__init__("actor", engine, layout, home, horizon, balance=balance)
         self.config = config
         self._temperature = temperature
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt

@@ -24,6 +24,7 @@ class CriticWorkerGroup(WorkerGroup):
         horizon: Longest response in tokens.
         config: Objective and batch sizes.
         samples_per_prompt: `rollout.n`, by which `ppo_mini_batch_size` (prompts) becomes rows.
+        balance: Whether rows are dealt to data-parallel ranks by length (`trainer.balance_batch`).
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class CriticWorkerGroup(WorkerGroup):
         config: CriticConfig,
         *,
         samples_per_prompt: int,
+        balance: bool = True,
     ):
-        super().__init__("critic", engine, layout, home, horizon)
+        super().__init__("critic", engine, layout, home, horizon, balance=balance)
         self.config = config
         self._mini_batch_rows = config.ppo_mini_batch_size * samples_per_prompt
         self._forward_limit = MicroBatchLimit.choose(

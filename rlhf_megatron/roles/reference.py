@@ -25,6 +25,7 @@ class ReferenceWorkerGroup(WorkerGroup):
         horizon: Longest response in tokens.
         config: Batch sizes.
         temperature: The sampler's temperature, as for the actor.
+        balance: Whether rows are dealt to data-parallel ranks by length (`trainer.balance_batch`).
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class ReferenceWorkerGroup(WorkerGroup):
         config: RefConfig,
         *,
         temperature: float,
+        balance: bool = True,
     ):
-        super().__init__("ref", engine, layout, home, horizon)
+        super().__init__("ref", engine, layout, home, horizon, balance=balance)
         self.config = config
         self._temperature = temperature
         self._limit = MicroBatchLimit.choose(
@@ -73,6 +75,7 @@ class SwappedReferenceWorkerGroup(ReferenceWorkerGroup):
         horizon: Longest response in tokens.
         config: Batch sizes.
         temperature: The sampler's temperature, as for the actor.
+        balance: Whether rows are dealt to data-parallel ranks by length (`trainer.balance_batch`).
     """
 
     def __init__(
@@ -84,8 +87,9 @@ class SwappedReferenceWorkerGroup(ReferenceWorkerGroup):
         config: RefConfig,
         *,
         temperature: float,
+        balance: bool = True,
     ):
-        super().__init__(engine, layout, home, horizon, config, temperature=temperature)
+        super().__init__(engine, layout, home, horizon, config, temperature=temperature, balance=balance)
         self._weights = [] if engine is None else engine.memory.copy_parameters()
 
     def log_prob_call(self, data: DataProto) -> RoleCall[DataProto]:

@@ -8,7 +8,6 @@ Each method of a role exists twice: `compute_values(data)` does the work, `value
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch.distributed as dist
 
@@ -36,14 +35,19 @@ class WorkerGroup:
         layout: The role's layout, perhaps on some of the ranks.
         home: The trainer's placement.
         horizon: Longest response in tokens, for the loss mode that divides by it.
+        balance: Whether rows are dealt to the role's data-parallel ranks by length, so that all have as much to do;
+            otherwise in the order of their ids.
     """
 
-    def __init__(self, name: str, engine: MegatronEngine | None, layout: Layout, home: Layout, horizon: int):
+    def __init__(
+        self, name: str, engine: MegatronEngine | None, layout: Layout, home: Layout, horizon: int, *, balance: bool
+    ):
         self.name = name
         self.layout = layout
         self.home = home
         self._engine = engine
         self._horizon = horizon
+        self._balance = balance
 
     @property
     def is_member(self) -> bool:
@@ -82,8 +86,12 @@ class WorkerGroup:
             rows.pop(["row_id"])
             return rows
 
-        rows = data.select([*ROW_KEYS, *keys], [])
-        return RoleCall(name, self.layout, partial(redistribute, rows, self.layout), run, receive)
+        def send() -> DataProto:
+            lengths = _global_lengths(data)
+            deal = assign_rows([sorted(lengths)], self.layout.num_shards, lengths if self._balance else None)
+            return redistribute(data.select([*ROW_KEYS, *keys], []), self.layout, deal.rows)
+
+        return RoleCall(name, self.layout, send, run, receive)
 
     def _update_call(
         self,
@@ -97,8 +105,8 @@ class WorkerGroup:
         """Optimizer steps over all mini-batches of all epochs, whose metrics go to every rank.
 
         Which rows form a mini-batch depends on row ids, seed, step and epoch, never on the layout; within a mini-batch
-        rows are dealt to the shards by length. The rows of all epochs are sent before the first step, so that the
-        training waits for no other role's ranks.
+        rows are dealt to the shards, by length if the batch is balanced. The rows of all epochs are sent before the
+        first step, so that the training waits for no other role's ranks.
         """
         data.require(*ROW_KEYS, *keys, method=name)
         data = data.select([*ROW_KEYS, *keys], [])
@@ -114,7 +122,7 @@ class WorkerGroup:
             for epoch in range(config.ppo_epochs):
                 seed = (config.data_loader_seed, int(data.meta_info["global_step"]), epoch)
                 mini_batches = plan_mini_batches(sorted(lengths), mini_batch_rows, shuffle=config.shuffle, seed=seed)
-                assignment = assign_rows(mini_batches, self.layout.num_shards, lengths)
+                assignment = assign_rows(mini_batches, self.layout.num_shards, lengths if self._balance else None)
                 epochs.append((redistribute(data, self.layout, assignment.rows), assignment))
             return epochs
 

@@ -221,6 +221,7 @@ class Roles:
                     rows=config.rollout.log_prob_micro_batch_size_per_gpu,
                     tokens=config.rollout.log_prob_max_token_len_per_gpu,
                 ),
+                balance=config.trainer.balance_batch,
             )
 
     def critic(self, home: Layout) -> CriticWorkerGroup:
@@ -235,6 +236,7 @@ class Roles:
                 config.data.max_response_length,
                 config.critic,
                 samples_per_prompt=config.rollout.n,
+                balance=config.trainer.balance_batch,
             )
 
     def reference(self, home: Layout, actor: ActorWorkerGroup) -> ReferenceWorkerGroup | None:
@@ -255,6 +257,7 @@ class Roles:
                 config.data.max_response_length,
                 config.ref,
                 temperature=config.rollout.temperature,
+                balance=config.trainer.balance_batch,
             )
 
     def _groups(self, megatron: MegatronConfig, pool: str | None) -> Groups:
