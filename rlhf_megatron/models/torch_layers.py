@@ -133,6 +133,9 @@ class TorchAttention(MegatronModule):
             mask = distance >= 0
             if self.window is not None:
                 mask &= distance < self.window
+        if mask is not None and query.shape[1] != key.shape[1]:
+            # On a GPU only the kernel that writes out all scores takes a mask and shared heads at once (torch 2.13).
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             key,

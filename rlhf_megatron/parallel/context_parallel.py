@@ -8,7 +8,7 @@ attention expect this order (megatron-core 0.16.1, ``get_batch_on_this_cp_rank``
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,22 @@ def pieces(start: int, stop: int, cp: int, rank: int) -> tuple[range, range]:
     size = (stop - start) // (2 * cp)
     early, late = start + rank * size, start + (2 * cp - 1 - rank) * size
     return range(early, early + size), range(late, late + size)
+
+
+@lru_cache(maxsize=64)
+def _positions(bounds: tuple[int, ...], cp: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Positions that each rank has, in its order; and of each position, where it is in all ranks' parts together.
+
+    Every layer of a model asks for those of the same micro-batch.
+    """
+    parts = []
+    for rank in range(cp):
+        found = [pieces(start, stop, cp, rank) for start, stop in itertools.pairwise(bounds)]
+        parts.append(torch.cat([torch.arange(piece.start, piece.stop) for both in found for piece in both]))
+    everything = torch.cat(parts)
+    order = torch.empty_like(everything)
+    order[everything] = torch.arange(len(everything))
+    return tuple(parts), order
 
 
 @dataclass(frozen=True)
@@ -42,23 +58,12 @@ class SequenceSplit:
 
     def index_of(self, rank: int) -> Tensor:
         """Positions that a rank has, in its order, int64."""
-        found: list[int] = []
-        for start, stop in itertools.pairwise(self.bounds):
-            for piece in pieces(start, stop, self.size, rank):
-                found.extend(piece)
-        return torch.tensor(found, dtype=torch.int64)
+        return _positions(tuple(self.bounds), self.size)[0][rank]
 
-    @cached_property
-    def _own(self) -> Tensor:
-        return self.index_of(dist.get_rank(self.group))
-
-    @cached_property
+    @property
     def _order(self) -> Tensor:
         """For each position, where it is when all ranks' parts are laid one after another."""
-        everything = torch.cat([self.index_of(rank) for rank in range(self.size)])
-        order = torch.empty_like(everything)
-        order[everything] = torch.arange(len(everything))
-        return order
+        return _positions(tuple(self.bounds), self.size)[1]
 
     def spans(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Of each of this rank's pieces: where it is in this rank's part, and which positions it attends to."""
@@ -71,7 +76,7 @@ class SequenceSplit:
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part ``[b, s / cp]`` of a tensor ``[b, s]``."""
-        return whole if self.size == 1 else whole[:, self._own.to(whole.device)]
+        return whole if self.size == 1 else whole[:, self.index_of(dist.get_rank(self.group)).to(whole.device)]
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole ``[b, s]`` of every rank's part ``[b, s / cp]``; the same on all ranks.
