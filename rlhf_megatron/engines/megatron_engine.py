@@ -8,6 +8,7 @@ Memory that is offloaded while the role is idle comes in for each call; a caller
 into one `with engine.resident():`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from rlhf_megatron.engines.optimizer import StepResult, TrainableChunks
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.build import Head, build_model, forward_chunk
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.models.layer_specs import resolve_implementation
 from rlhf_megatron.models.megatron_config import tokens_multiple
 from rlhf_megatron.models.router import set_aux_loss_scale
 from rlhf_megatron.parallel.collectives import all_reduce_max, all_reduce_sum, broadcast_object
@@ -95,6 +97,7 @@ class MegatronEngine:
         self.shape = ModelShape.from_folder(spec.folder, trust_remote_code=spec.trust_remote_code)
         self.context = MegatronContext(groups, seed=spec.seed, name=spec.name, device=runtime.device)
         self._device = runtime.device
+        self._implementation = resolve_implementation(spec.megatron.transformer_impl, runtime.device.type)
         self._packed = spec.megatron.use_remove_padding
         # Each context-parallel rank has two pieces of a row.
         self._row_multiple = 2 * self.layout.cp if self.layout.cp > 1 else 1
@@ -155,7 +158,7 @@ class MegatronEngine:
 
         def finish(inputs: ModelInputs, rows: DataProto, output: torch.Tensor, non_loss_data: bool = True) -> Results:
             del non_loss_data
-            return {key: value.float().cpu() for key, value in compute(output, inputs, rows).items()}
+            return {key: value.float() for key, value in compute(output, inputs, rows).items()}
 
         plan = self._plan_micro_batches(data, limit)
         with self.resident():
@@ -163,7 +166,7 @@ class MegatronEngine:
         results = None
         if parts:
             order = torch.tensor([row for rows in plan for row in rows], dtype=torch.int64).argsort()
-            results = {key: torch.cat([part[key] for part in parts])[order] for key in parts[0]}
+            results = {key: torch.cat([part[key] for part in parts]).cpu()[order] for key in parts[0]}
         return self._from_last_stage(results)
 
     def train_batch(
@@ -276,8 +279,10 @@ class MegatronEngine:
         split = self.sequence_split(inputs)
         packing = None
         if inputs.bounds:
-            ends = torch.tensor(inputs.bounds, dtype=torch.int32, device=self._device)
-            longest = int(ends.diff().max())
+            # The torch layers read the boundaries on the host, every one of them.
+            device = "cpu" if self._implementation == "torch" else self._device
+            ends = torch.tensor(inputs.bounds, dtype=torch.int32, device=device)
+            longest = max(stop - start for start, stop in itertools.pairwise(inputs.bounds))
             packing = PackedSeqParams("thd", ends, ends, ends, ends, longest, longest)
         is_padding = split.take(~real_tokens(inputs, rows)) if self._aux_loss_coeff else None
         return split.take(inputs.tokens), split.take(inputs.position_ids), packing, is_padding

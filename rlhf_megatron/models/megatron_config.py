@@ -50,8 +50,9 @@ def transformer_config(
 ) -> "TransformerConfig":
     """Megatron-Core's configuration for a model under a layout.
 
-    Fusions that need Apex or Transformer Engine are off; :mod:`~rlhf_megatron.models.layer_specs` turns on those that
-    the layer implementation brings. Weights are not initialised, since they are always loaded.
+    Of the fusions that need Apex or Transformer Engine only the rotary embedding is on, with Transformer Engine: the
+    plain one asks the device for the lengths of packed rows in every layer. Weights are not initialised, since they are
+    always loaded.
 
     Args:
         shape: The model.
@@ -63,6 +64,8 @@ def transformer_config(
 
     tp, pipeline = megatron.tensor_model_parallel_size, PipelineShape.from_config(megatron)
     pp = pipeline.stages
+    # Megatron-Core 0.16.1 refuses variable shapes with allgather, also for a dense model, which has no dispatcher.
+    dispatcher = megatron.moe_token_dispatcher_type if shape.num_experts else "alltoall"
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -92,11 +95,11 @@ def transformer_config(
         sequence_parallel=megatron.sequence_parallel and tp > 1,
         # Micro-batches are as long as their longest row, so stages must tell each other the shape. Not with allgather,
         # for which the engine pads all to one shape.
-        variable_seq_lengths=pp > 1 and megatron.moe_token_dispatcher_type != "allgather",
+        variable_seq_lengths=pp > 1 and dispatcher != "allgather",
         # Interleaved stages exchange both directions at once; without overlap, two stages would mix them up.
         overlap_p2p_comm=pipeline.chunks is not None,
         batch_p2p_comm=pipeline.chunks is None,
-        moe_token_dispatcher_type=megatron.moe_token_dispatcher_type,
+        moe_token_dispatcher_type=dispatcher,
         **(_expert_settings(shape, megatron, implementation) if shape.num_experts else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -109,7 +112,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=implementation == "transformer_engine",
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
         recompute_granularity=megatron.recompute_granularity,

@@ -96,6 +96,17 @@ def test_tokens_are_a_multiple(tp: int, options: dict, expected: int) -> None:
     assert tokens_multiple(MegatronConfig(tensor_model_parallel_size=tp, **options)) == expected
 
 
+@pytest.mark.parametrize(
+    ("dispatcher", "experts", "varies"),
+    [("alltoall", 4, True), ("allgather", 4, False), ("alltoall", 0, True), ("allgather", 0, True)],
+)
+def test_stages_tell_shapes_unless_experts_need_one(dispatcher: str, experts: int, varies: bool) -> None:
+    """The engine pads all micro-batches to one shape for allgather and experts, and for nothing else."""
+    shape = replace(SHAPE, num_experts=experts, experts_per_token=2, moe_ffn_hidden_size=8, moe_layers=(True,) * 6)
+    megatron = layout(pp=2).model_copy(update={"moe_token_dispatcher_type": dispatcher})
+    assert transformer_config(shape, megatron, torch.float32).variable_seq_lengths == varies
+
+
 def test_recompute_and_fp8_reach_megatron() -> None:
     megatron = MegatronConfig(
         tensor_model_parallel_size=1,
