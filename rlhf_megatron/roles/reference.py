@@ -66,7 +66,8 @@ class SwappedReferenceWorkerGroup(ReferenceWorkerGroup):
 
     They take the place of the actor's in the actor's own model while they are wanted, and the actor's come back
     afterwards, bit for bit; its optimizer and master weights are left alone. Costs host memory of the size of the
-    actor's shard, and two copies of it over the bus per step.
+    actor's shard (twice that while the actor's own are out), and one copy of it over the bus per step, three when the
+    actor's parameters otherwise stay on the device.
 
     Args:
         engine: The actor's; None on ranks outside of `layout`.
