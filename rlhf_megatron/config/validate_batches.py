@@ -128,8 +128,8 @@ _BUDGETS = (
 
 
 def _holds_longest(config: Any, leaf: str, megatron: str, longest: int, text: str) -> Iterator[Violation]:
-    layout = get(config, megatron)
-    cp = 1 if layout is None else layout.context_parallel_size
+    # Only a swapped reference has no layout of its own: it runs in the actor's model.
+    cp = (get(config, megatron) or config.actor.megatron).context_parallel_size
     # Each context-parallel rank has two pieces of equal length of a sequence.
     padded = longest if cp == 1 else -(-longest // (2 * cp)) * 2 * cp
     if get(config, leaf) * cp < padded:

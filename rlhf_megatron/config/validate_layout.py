@@ -31,16 +31,18 @@ def fits_world(config: Any, role: Role) -> Iterator[Violation]:
     megatron, ranks = get(config, role.megatron), role_size(config, role)
     if megatron is None or ranks is None:
         return
-    tp, pp, cp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    sizes = {
+        name: getattr(megatron, name)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    }
+    tp, pp, cp = sizes.values()
     if ranks % model_parallel_size(megatron):
-        name = "tensor_model_parallel_size" if tp > 1 else "pipeline_model_parallel_size"
+        # The one that cannot be with any others, else the first that is part of the product.
+        impossible = [name for name, size in sizes.items() if ranks % size]
+        name = [*impossible, *(name for name, size in sizes.items() if size > 1)][0]
         yield Violation(
             f"{role.megatron}.{name}",
-            tp if tp > 1 else pp,
+            sizes[name],
             f"tensor x pipeline x context sizes {tp} x {pp} x {cp} = {tp * pp * cp} must divide "
             f"{describe_ranks(config, role)}.",
             f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",

@@ -269,6 +269,9 @@ LAYOUTS = (
         "2 x 1 x 2 = 4",
         "world of 2 ranks",
     ),
+    # The size that is named is one that is to blame.
+    case("critic.megatron.context_parallel_size", "critic.megatron.context_parallel_size=4", "1 x 1 x 4 = 4"),
+    case("actor.megatron.context_parallel_size", "actor.megatron.context_parallel_size=8", "2 x 1 x 8 = 16"),
     case(
         "critic.megatron.virtual_pipeline_model_parallel_size",
         "critic.megatron.virtual_pipeline_model_parallel_size=2",
@@ -605,6 +608,14 @@ WHOLE = (
     # The swapped reference has no layout of its own.
     ("ref.megatron=null", "ref.log_prob_micro_batch_size_per_gpu=4", "algorithm.use_kl_in_reward=true"),
     ("~ref", "ref.megatron=null"),
+    # Its sequences are shared by the actor's context-parallel ranks.
+    (
+        "ref.megatron=null",
+        "parallel@actor.megatron=tp1",
+        "actor.megatron.context_parallel_size=2",
+        "ref.log_prob_use_dynamic_bsz=true",
+        "ref.log_prob_max_token_len_per_gpu=512",
+    ),
     FP8,
     (*FP8, "actor.megatron.fp8_recipe=blockwise"),
     ON_HOST,
