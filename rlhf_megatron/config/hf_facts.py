@@ -36,6 +36,7 @@ class HFFacts:
             linear scaling is not yet part of `max_position_embeddings`.
         num_experts: Experts of a mixture-of-experts layer; 0 for a dense model.
         moe_ffn_hidden_size: MLP columns of one expert; 0 for a dense model.
+        mixes_windows: Whether some layers attend to a sliding window and others to everything.
     """
 
     model_type: str
@@ -47,6 +48,7 @@ class HFFacts:
     max_length: int
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
+    mixes_windows: bool = False
 
 
 def read_facts(folder: str | Path) -> HFFacts:
@@ -77,6 +79,7 @@ def read_facts(folder: str | Path) -> HFFacts:
         max_length=int(content["max_position_embeddings"] * _linear_factor(content)),
         num_experts=experts,
         moe_ffn_hidden_size=(content.get("moe_intermediate_size") or content["intermediate_size"]) if experts else 0,
+        mixes_windows=family in ("qwen2", "qwen3") and _mixes_windows(content),
     )
 
 
@@ -103,6 +106,17 @@ def _experts(content: Mapping[str, Any]) -> int:
     if not _is_size(experts):
         raise ValueError("it has no positive num_local_experts or num_experts")
     return int(experts)  # pyright: ignore[reportArgumentType]
+
+
+def _mixes_windows(content: Mapping[str, Any]) -> bool:
+    # transformers 5.19, Qwen2Config and Qwen3Config, whose defaults these are.
+    if not content.get("use_sliding_window") or not content.get("sliding_window", 4096):
+        return False
+    kinds = content.get("layer_types")
+    if isinstance(kinds, list):
+        return 0 < kinds.count("sliding_attention") < len(kinds)
+    first = content.get("max_window_layers", 28)
+    return isinstance(first, int) and 0 < first < content["num_hidden_layers"]
 
 
 def _linear_factor(content: Mapping[str, Any]) -> float:

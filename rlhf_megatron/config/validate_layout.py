@@ -150,6 +150,15 @@ def rollout_head_size(config: Any) -> Iterator[Violation]:
     )
 
 
+def rollout_windows(config: Any) -> Iterator[Violation]:
+    """vLLM (0.32, models/qwen2.py) gives all layers a sliding window or none."""
+    facts = facts_of(config.model.path)
+    if facts is not None and facts.mixes_windows:
+        rule = "some of its layers have a sliding window and some have none, which vLLM cannot run."
+        fix = "Choose a model with use_sliding_window false in its config.json."
+        yield Violation("model.path", config.model.path, rule, fix)
+
+
 def device_fits(config: Any, role: Role) -> Iterator[Violation]:
     """Transformer Engine has no CPU kernels."""
     megatron = get(config, role.megatron)
@@ -166,5 +175,5 @@ def device_fits(config: Any, role: Role) -> Iterator[Violation]:
 
 ROLE_RULES = (fits_world, divides_model, divides_layers, device_fits)
 """Rules about each role of a root."""
-PPO_RULES = (rollout_fits_world, rollout_divides_model, rollout_head_size)
+PPO_RULES = (rollout_fits_world, rollout_divides_model, rollout_head_size, rollout_windows)
 """Rules about a PPO run."""

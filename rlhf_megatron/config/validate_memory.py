@@ -28,6 +28,10 @@ def recompute_is_whole(config: Any, role: Role) -> Iterator[Violation]:
     elif granularity == "selective":
         reason = f"{role.megatron}.recompute_granularity is selective"
         yield from _without_effect(role, megatron, _RECOMPUTE[1:3], reason)
+        if megatron.recompute_modules == []:
+            leaf = f"{role.megatron}.recompute_modules"
+            fix = f"Name some, or take it out with ~{leaf} for core_attn."
+            yield Violation(leaf, [], f"names nothing to recompute, and {reason}.", fix)
     else:
         reason = f"{role.megatron}.recompute_granularity is full"
         yield from _without_effect(role, megatron, _RECOMPUTE[3:], reason)

@@ -107,6 +107,11 @@ MEMORY = (
         "has moe, but the model has no experts",
     ),
     case(
+        "actor.megatron.recompute_modules",
+        ("actor.megatron.recompute_granularity=selective", "actor.megatron.recompute_modules=[]"),
+        "names nothing to recompute",
+    ),
+    case(
         "ref.megatron.recompute_granularity",
         "ref.megatron.recompute_granularity=selective",
         "the role is not trained",

@@ -174,6 +174,33 @@ def test_head_size_without_a_cpu_kernel(good, tmp_path, width, nearest):
     compose("ppo", [*good, "critic.model.path=other"], check_files=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "mixed"),
+    [
+        ({"max_window_layers": 2}, True),
+        ({"max_window_layers": 6}, False),
+        ({"max_window_layers": 0}, False),
+        # By default the first 28 have none.
+        ({"num_hidden_layers": 30}, True),
+        ({"max_window_layers": 2, "use_sliding_window": False}, False),
+        ({"max_window_layers": 2, "sliding_window": None}, True),
+        # What is written last by transformers 5 decides.
+        ({"max_window_layers": 6, "layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, True),
+        ({"max_window_layers": 2, "layer_types": ["sliding_attention"] * 6}, False),
+        ({"max_window_layers": 2, "model_type": "llama"}, False),
+    ],
+)
+def test_some_windowed_layers_are_not_for_vllm(good, tmp_path, changes, mixed):
+    windows = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5} | changes
+    assert read_facts(write_model(tmp_path / "other", **windows)).mixes_windows == mixed
+    if mixed:
+        assert "which vLLM cannot run" in messages([*good, "model.path=other"])["model.path"]
+    else:
+        compose("ppo", [*good, "model.path=other"], check_files=True)
+    # The critic generates nothing.
+    compose("ppo", [*good, "critic.model.path=other"], check_files=True)
+
+
 def test_list_of_head_sizes_is_that_of_the_installed_vllm():
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
