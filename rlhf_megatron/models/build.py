@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlhf_megatron.config.roles import MegatronConfig
-from rlhf_megatron.errors import LayoutError
+from rlhf_megatron.errors import ConfigError, LayoutError, Violation
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.models.layer_specs import layer_submodules, resolve_implementation
 from rlhf_megatron.models.megatron_config import layout_violations, transformer_config
@@ -62,6 +62,9 @@ def build_model(
         raise LayoutError("a model is built inside of its role's `with context.active():`, but no layout is in force.")
     implementation = resolve_implementation(megatron.transformer_impl, context.device.type)
     layout, stage = groups.layout, groups.coordinates.pp
+    if implementation == "transformer_engine" and layout.cp > 1 and shape.sliding_window is not None:
+        rule = "Transformer Engine cannot divide sequences of a model with sliding windows (context_parallel_size > 1)."
+        raise ConfigError([Violation("transformer_impl", megatron.transformer_impl, rule, "Choose torch.")])
     config = transformer_config(shape, megatron, dtype, implementation)
     chunks = []
     places = layout.pipeline.places(shape.num_layers)

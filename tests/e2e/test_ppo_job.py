@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from typing import Any
 
 import pytest
@@ -103,7 +102,7 @@ def test_roles_on_pools_of_their_own(zygote: Zygote, inputs: Inputs, moving: lis
 
 
 def test_every_role_with_a_layout_of_its_own(zygote: Zygote, inputs: Inputs) -> None:
-    """Four ranks: TP2 x PP2, packed DP4, TP4 and two rollout replicas of TP2, against all TP1."""
+    """Four ranks: TP2 x PP2, packed DP4, TP4 and two rollout replicas of TP2, against all TP1; then on two pools."""
     common = inputs.ppo(
         "actor.optim.lr=1e-3",
         "actor.optim.eps=1e-3",
@@ -129,6 +128,16 @@ def test_every_role_with_a_layout_of_its_own(zygote: Zygote, inputs: Inputs) -> 
     second = zygote.run(PPO, [*common, *layouts], ranks=4).assert_ok().metrics()
     assert len(first) == 3
     assert_same_run(first, second)
+    pools = [
+        *(f"trainer.resource_pools.{role}_pool.process_on_nodes=[2]" for role in ("critic", "actor")),
+        *(f"{role}.resource_pool={role}_pool" for role in ("critic", "actor")),
+        "parallel@critic.megatron=tp2",
+        "parallel@actor.megatron=tp1_pp2",
+        "rollout.tensor_model_parallel_size=2",
+    ]
+    # The critic on ranks 0 and 1, the actor on 2 and 3.
+    third = zygote.run(PPO, [*common, *pools], ranks=4).assert_ok().metrics()
+    assert_same_run(first, third)
 
 
 def assert_same_run(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
@@ -153,7 +162,8 @@ def test_sft(zygote: Zygote, inputs: Inputs) -> None:
         f"data.val_files=[{inputs.pairs}]",
         "data.max_length=16",
         "data.train_batch_size=8",
-        "optim.lr=1e-3",
+        "optim.lr=3e-3",
+        "optim.eps=1e-3",
         "trainer.total_epochs=4",
     ]
     runs = []
@@ -163,6 +173,5 @@ def test_sft(zygote: Zygote, inputs: Inputs) -> None:
         assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
         assert (job.folder / "hf_model" / "config.json").exists()
         runs.append(losses)
-    # Adam's first steps move weights by the sign of gradients of rounding size, so runs drift apart slowly.
-    assert all(math.isclose(a, b, abs_tol=2e-2) for a, b in zip(*runs, strict=True))
-    assert runs[0][0] == pytest.approx(runs[1][0], abs=1e-5)
+    # Twenty steps of fp32 sums in another order.
+    assert runs[0] == pytest.approx(runs[1], rel=2e-4)
