@@ -28,6 +28,7 @@ class Item:
         is_value_head: Whether it is the scalar head, which is always fp32.
         expert_rank: Expert-parallel rank that holds it; None for what is not an expert's, which is cut over the
             tensor-parallel ranks. An expert's is cut over the expert-tensor-parallel ranks.
+        expert: Global index of the expert; None for what is not an expert's.
     """
 
     megatron: str
@@ -38,6 +39,7 @@ class Item:
     is_copy: bool = False
     is_value_head: bool = False
     expert_rank: int | None = None
+    expert: int | None = None
 
     def shard_size(self, layout: Layout) -> int:
         """Ranks that the parameter is cut over."""
@@ -108,4 +110,5 @@ def _item(
         chunk=place.chunk,
         is_value_head=entry.needs == "value_head",
         expert_rank=expert_rank,
+        expert=expert,
     )

@@ -1,0 +1,45 @@
+"""Which ranks form a rollout replica, so that a rank's training shard is a part of what it needs to generate. Pure.
+
+HybridFlow (arXiv 2409.19256, section 5.3): neighbouring ranks hold neighbouring shards, so a replica of neighbours
+gives most ranks a slice of the model that has nothing in common with their own. Ranks at regular intervals do not.
+"""
+
+from rlhf_megatron.errors import LayoutError
+from rlhf_megatron.parallel.layout import Layout
+
+
+def generation_ranks(actor: Layout, rollout_tp: int, world: range | None = None) -> tuple[tuple[int, ...], ...]:
+    """Global ranks of each rollout replica, in the order of vLLM's tensor-parallel ranks.
+
+    With ``actor.tp`` a multiple of `rollout_tp`, a replica is every ``actor.tp / rollout_tp``-th rank of one
+    tensor-parallel group: each rank needs a wider slice that holds its own. With `rollout_tp` a multiple of
+    ``actor.tp``, a replica is made of neighbouring groups and each rank needs a part of its own slice (of the layers it
+    has). Otherwise, and for ranks outside of the actor, replicas are runs of neighbours.
+
+    Args:
+        actor: Layout of the trained model.
+        rollout_tp: vLLM's tensor-parallel size.
+        world: All ranks of the rollout; the actor's when None.
+
+    Raises:
+        LayoutError: The ranks cannot be divided into replicas.
+    """
+    ranks = set(actor.ranks if world is None else world)
+    groups = sorted(group for group in actor.groups("tp") if ranks.issuperset(group))
+    replicas: list[tuple[int, ...]] = []
+    if actor.tp % rollout_tp == 0:
+        step = actor.tp // rollout_tp
+        replicas = [group[first::step] for group in groups for first in range(step)]
+    elif rollout_tp % actor.tp == 0:
+        joined = rollout_tp // actor.tp
+        whole = len(groups) // joined * joined
+        for first in range(0, whole, joined):
+            together = groups[first : first + joined]
+            replicas.append(tuple(group[index] for index in range(actor.tp) for group in together))
+    rest = sorted(ranks.difference(*replicas))
+    if len(rest) % rollout_tp:
+        raise LayoutError(
+            f"{len(ranks)} ranks cannot be divided into rollout replicas of {rollout_tp} ranks: {len(rest)} are left. "
+            "Change rollout.tensor_model_parallel_size or the number of ranks."
+        )
+    return (*replicas, *(tuple(rest[i : i + rollout_tp]) for i in range(0, len(rest), rollout_tp)))
