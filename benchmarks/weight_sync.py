@@ -173,7 +173,8 @@ def scale_table(rows: dict[str, dict[str, Any]]) -> str:
         received = " / ".join(f"{value:.2f}" for value in one["received_gib"])
         bound = "-" if one["bound_gib"] is None else f"{one['bound_gib']:.2f} ({one['ratio']:.2f})"
         links = f"{one['same_node_gib']:.2f}, {one['other_node_gib']:.2f}"
-        cost = f"{one['seconds_whole']:.2f} s ({one['cpu_seconds_whole']:.2f}) | {one['seconds_one_rank']:.2f} s | {one['peak_mib']:.0f} MiB"
+        plan = f"{one['seconds_whole']:.2f} s ({one['cpu_seconds_whole']:.2f})"
+        cost = f"{plan} | {one['seconds_one_rank']:.2f} s | {one['peak_mib']:.0f} MiB"
         actor = one["actor"].strip("[").split(" on ")[0]
         sizes = f"{received} | {bound} | {one['gather_gib']:.1f} | {links}"
         lines.append(f"| {case} | {actor} | {one['rollout_tp']} | {sizes} | {cost} |")
