@@ -4,7 +4,7 @@ Derived from the family tables: vLLM's names are the HuggingFace names but for w
 cut over its own tensor-parallel ranks but for two kinds. Read from vLLM 0.32: ``QKVParallelLinear`` stacks queries,
 keys and values and gives each rank a whole key-value head when there are fewer than ranks; ``VocabParallelEmbedding``
 pads the vocabulary to a multiple of 64; ``RoutedExperts`` stacks a layer's experts (expert parallelism off).
-``tests/distributed/test_vllm_parameters.py`` compares names and shapes with the real models.
+``tests/distributed/test_vllm_parameters.py`` compares names and shapes with real models (not Mixtral's) on one rank.
 
 Left out: expert parallelism inside vLLM, and paddings of single GPU kernels (expert columns aligned to a block), which
 belong to vLLM's post-processing.
