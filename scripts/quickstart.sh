@@ -41,13 +41,19 @@ try:
     trainer = get_config("quickstart", overrides=sys.argv[1:]).trainer
 except ConfigError as error:
     sys.exit(f"{error}\nNothing was started.")
-print(trainer.default_local_dir, trainer.export_hf)
+print(trainer.export_hf, trainer.default_local_dir)
 END
 )
-read -r folder exported <<<"$where"
+read -r exported folder <<<"$where"
 
 say "model with random weights, and data (seed $SEED)"
 "$VENV/bin/python" scripts/make_quickstart.py --out "$OUT" --seed "$SEED"
+
+# Now files and the number of ranks can be checked, too. The warmed-up model will have the random one's sizes.
+WORLD_SIZE=2 "$VENV/bin/python" -c '
+import sys
+from rlhf_megatron.config.command_line import main_config
+main_config(sys.argv[1:], "ppo")' experiment=quickstart "model.path=$OUT/random_model" "${run[@]}"
 
 say "supervised warm-up on flawed demonstrations, 2 ranks"
 launch -m rlhf_megatron.train_sft experiment=sft_quickstart "trainer.seed=$SEED" "data.seed=$SEED"

@@ -92,5 +92,5 @@ def help_text(config_name: str) -> str:
     lines += ["", "keys:"]
     for leaf in leaves(SCHEMAS[config_name]):
         lines.append(f"  {leaf.path}: {leaf.type_name} = {leaf.default}")
-        lines.append(f"      {leaf.field.description}")
+        lines += [f"      {line}" for line in (leaf.field.description or "").splitlines()]
     return "\n".join(lines)
