@@ -306,7 +306,8 @@ class _Watcher(threading.Thread):
             if rank == self._rank or _start_time(pid) == started or self._store.check([f"done/{rank}"]):
                 continue
             known = self._store.get(f"phase/{rank}").decode() if self._store.check([f"phase/{rank}"]) else "main"
-            return self._record(self._store, Failure(rank, known, f"its process (pid {pid}) died without a message"))
+            cause = f"its process (pid {pid}) died without a message; the phase is the last one that it told of"
+            return self._record(self._store, Failure(rank, known, cause))
         return None
 
     def _record(self, store: Store, failure: Failure) -> Failure:
