@@ -34,8 +34,7 @@ def main_config(argv: Sequence[str], config_name: str) -> Any:
     # `--cfg job` is how Hydra's own command line spells it.
     overrides = [a for i, a in enumerate(argv) if not a.startswith("-") and not (a == "job" and argv[i - 1] == "--cfg")]
     if "--help" in flags or "-h" in flags:
-        print(help_text(config_name))
-        raise SystemExit(0)
+        _print_and_end(help_text(config_name))
     unknown = [
         Violation(flag, flag, "is not an option.", "Options are --help and --cfg; settings are written key=value.")
         for flag in flags
@@ -55,9 +54,17 @@ def main_config(argv: Sequence[str], config_name: str) -> Any:
             print(to_yaml(composed.mapping))
         _refuse(error)
     if "--cfg" in flags:
-        print(to_yaml(config.model_dump(mode="json")))
-        raise SystemExit(0)
+        _print_and_end(to_yaml(config.model_dump(mode="json")))
     return config
+
+
+def _print_and_end(text: str) -> NoReturn:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Whoever reads, `head` perhaps, has seen enough. Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
 
 
 def _refuse(error: ConfigError) -> NoReturn:

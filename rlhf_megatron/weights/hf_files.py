@@ -205,7 +205,11 @@ class HFWriter:
     def _flush(self) -> None:
         file = self._part(len(self._shards) + 1)
         try:
+            file.touch()
+            # safetensors makes files that only their owner can read, whatever the umask.
+            mode = file.stat().st_mode
             save_file(self._pending, str(file), metadata={"format": "pt"})
+            file.chmod(mode)
         except SafetensorError as error:
             raise WeightError(f"{file}: could not be written ({error}). Is the disk full?") from error
         self._shards.append(tuple(self._pending))

@@ -95,3 +95,15 @@ def test_other_ranks_of_a_node_are_silent(capsys, monkeypatch):
         main_config(["rollout.n=0"], "ppo")
     assert ended.value.code == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg"])
+def test_a_reader_may_leave_early(option):
+    """As `head` does: no traceback, and the exit status of a command that did what it should."""
+    command = [sys.executable, "-m", "rlhf_megatron.train_ppo", "experiment=ppo_8b", option]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[3])
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=30) == 0
+    assert b"Traceback" not in error and b"BrokenPipe" not in error

@@ -101,3 +101,10 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(WeightError, match="can execute code"):
         HFReader(tmp_path)
+
+
+def test_files_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("", encoding="utf-8")
+    for path in write(tmp_path, 100):
+        assert path.stat().st_mode == plain.stat().st_mode
