@@ -1,11 +1,15 @@
 """Counting what is alive: every byte that torch operations allocate inside of a block, until it is freed."""
 
+import time
 import weakref
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+_SETTLE_S = 0.25
 
 
 class LiveBytes(TorchDispatchMode):
@@ -34,9 +38,20 @@ class LiveBytes(TorchDispatchMode):
         if address not in self._users:
             self._users[address] = 0
             self.live += size
+            self._settle()
             self.peak = max(self.peak, self.live)
         self._users[address] += 1
         weakref.finalize(tensor, self._leave, address, size)
+
+    def _settle(self) -> None:
+        """Before a new peak is believed, lets other threads free what they have done with.
+
+        Gloo's threads let go of a tensor a moment after the operation on it has ended, on a busy machine many
+        milliseconds later; sleeping gives them the interpreter.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while self.live > self.peak and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def _leave(self, address: int, size: int) -> None:
         self._users[address] -= 1
