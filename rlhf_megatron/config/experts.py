@@ -5,13 +5,13 @@ from typing import Any
 
 from rlhf_megatron.config.rules import (
     Role,
-    describe_ranks,
     divisors,
     facts_of,
     get,
     is_set,
     listed,
     model_folder,
+    must_divide_ranks,
     role_size,
 )
 from rlhf_megatron.errors import Violation
@@ -64,13 +64,9 @@ def experts_fit_world(config: Any, role: Role) -> Iterator[Violation]:
     etp = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
     # Where neither is given the rule about the dense layers says it.
     if (ep > 1 or megatron.expert_tensor_parallel_size) and ranks % (etp * ep * pp):
-        yield Violation(
-            f"{role.megatron}.{EXPERTS if ep > 1 else MATRICES}",
-            ep if ep > 1 else etp,
-            f"expert-tensor x expert x pipeline sizes {etp} x {ep} x {pp} = {etp * ep * pp} must divide "
-            f"{describe_ranks(config, role)}.",
-            f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",
-        )
+        sizes = {MATRICES: etp, EXPERTS: ep, "pipeline_model_parallel_size": pp}
+        leaf = EXPERTS if ep > 1 else MATRICES
+        yield must_divide_ranks(config, role, leaf, "expert-tensor x expert x pipeline", sizes, ranks)
 
 
 def experts_fit_model(config: Any, role: Role) -> Iterator[Violation]:

@@ -1,7 +1,8 @@
 """What the rules about several leaves share: which roles there are, the sizes of the world, how to look leaves up."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rlhf_megatron.config.base import Node
 from rlhf_megatron.config.hf_facts import HFFacts, read_facts
 from rlhf_megatron.config.ppo import SFTConfig
 from rlhf_megatron.config.resource_pool import place_pools
+from rlhf_megatron.errors import Violation
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,26 @@ def facts_of(folder: str) -> HFFacts | None:
         return read_facts(Path(folder).expanduser())
     except (OSError, ValueError):
         return None
+
+
+def must_divide_ranks(config: Any, role: Role, leaf: str, what: str, sizes: Mapping[str, int], ranks: int) -> Violation:
+    """Sizes whose product does not divide a role's ranks.
+
+    Args:
+        config: Typed configuration.
+        role: The role.
+        leaf: Name, in the role's layout, of the size to blame.
+        what: What the sizes are, for example ``tensor x pipeline x context``.
+        sizes: Each size by its leaf, in that order.
+        ranks: Ranks of the role.
+    """
+    product = f"{' x '.join(map(str, sizes.values()))} = {prod(sizes.values())}"
+    return Violation(
+        f"{role.megatron}.{leaf}",
+        sizes[leaf],
+        f"{what} sizes {product} must divide {describe_ranks(config, role)}.",
+        f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -10,13 +10,13 @@ from rlhf_megatron.config.hf_facts import CPU_HEAD_DIMS, HFFacts, kv_heads_fit, 
 from rlhf_megatron.config.pipeline import PipelineShape, pipeline_violations
 from rlhf_megatron.config.rules import (
     Role,
-    describe_ranks,
     divisors,
     facts_of,
     get,
     listed,
     model_folder,
     model_parallel_size,
+    must_divide_ranks,
     role_size,
     world_size,
 )
@@ -35,18 +35,11 @@ def fits_world(config: Any, role: Role) -> Iterator[Violation]:
         name: getattr(megatron, name)
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     }
-    tp, pp, cp = sizes.values()
     if ranks % model_parallel_size(megatron):
         # The one that cannot be with any others, else the first that is part of the product.
         impossible = [name for name, size in sizes.items() if ranks % size]
         name = [*impossible, *(name for name, size in sizes.items() if size > 1)][0]
-        yield Violation(
-            f"{role.megatron}.{name}",
-            sizes[name],
-            f"tensor x pipeline x context sizes {tp} x {pp} x {cp} = {tp * pp * cp} must divide "
-            f"{describe_ranks(config, role)}.",
-            f"Choose sizes whose product is {listed(divisors(ranks))}, or change the number of ranks.",
-        )
+        yield must_divide_ranks(config, role, name, "tensor x pipeline x context", sizes, ranks)
 
 
 def rollout_fits_world(config: Any) -> Iterator[Violation]:

@@ -9,7 +9,7 @@ after another in a single row (:func:`to_packed_inputs`, Megatron-Core's and Tra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ class ModelInputs:
     last_index: Tensor
     response_index: Tensor
     bounds: tuple[int, ...] = ()
+
+    def to(self, device: torch.device) -> "ModelInputs":
+        """The same on a device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 def to_model_inputs(rows: DataProto, *, multiple_of: int = 1, pad_id: int = 0) -> ModelInputs:

@@ -213,11 +213,14 @@ class MegatronEngine:
 
     def _run(self, data: DataProto, plan: list[list[int]], finish: Callable, *, forward_only: bool) -> list:
         """Feeds every micro-batch to one schedule call; returns what `finish` gave, on the last stage only."""
-        micro_batches = [rows.to(self._device) for rows in _cut(data, plan)]
+        # On the host, where lengths are read without waiting for a device; then all goes to the device.
+        micro_batches = _cut(data.to("cpu"), plan)
         inputs = [self._to_inputs(rows, self._multiple) for rows in micro_batches]
         if self._needs_one_width:
             width = int(all_reduce_max(torch.tensor(max(item.tokens.shape[1] for item in inputs)), self.groups.dp))
             inputs = [self._to_inputs(rows, width) for rows in micro_batches]
+        micro_batches = [rows.to(self._device) for rows in micro_batches]
+        inputs = [item.to(self._device) for item in inputs]
         local = [self._divide(item, rows) for item, rows in zip(inputs, micro_batches, strict=True)]
 
         def step(iterator: Iterator, model: torch.nn.Module):

@@ -24,10 +24,10 @@ def pieces(start: int, stop: int, cp: int, rank: int) -> tuple[range, range]:
 
 
 @lru_cache(maxsize=64)
-def _positions(bounds: tuple[int, ...], cp: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def _positions(bounds: tuple[int, ...], cp: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
     """Positions that each rank has, in its order; and of each position, where it is in all ranks' parts together.
 
-    Every layer of a model asks for those of the same micro-batch.
+    Every layer of a model asks for those of the same micro-batch, so they are made, and brought to the device, once.
     """
     parts = []
     for rank in range(cp):
@@ -36,7 +36,7 @@ def _positions(bounds: tuple[int, ...], cp: int) -> tuple[tuple[Tensor, ...], Te
     everything = torch.cat(parts)
     order = torch.empty_like(everything)
     order[everything] = torch.arange(len(everything))
-    return tuple(parts), order
+    return tuple(part.to(device) for part in parts), order.to(device)
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,13 @@ class SequenceSplit:
         """Context-parallel ranks."""
         return dist.get_world_size(self.group)
 
-    def index_of(self, rank: int) -> Tensor:
-        """Positions that a rank has, in its order, int64."""
-        return _positions(tuple(self.bounds), self.size)[0][rank]
+    def _own(self, device: torch.device) -> Tensor:
+        """Positions that this rank has, in its order, int64."""
+        return _positions(tuple(self.bounds), self.size, device)[0][dist.get_rank(self.group)]
 
-    @property
-    def _order(self) -> Tensor:
+    def _order(self, device: torch.device) -> Tensor:
         """For each position, where it is when all ranks' parts are laid one after another."""
-        return _positions(tuple(self.bounds), self.size)[1]
+        return _positions(tuple(self.bounds), self.size, device)[1]
 
     def spans(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Of each of this rank's pieces: where it is in this rank's part, and which positions it attends to."""
@@ -76,7 +75,7 @@ class SequenceSplit:
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part ``[b, s / cp]`` of a tensor ``[b, s]``."""
-        return whole if self.size == 1 else whole[:, self.index_of(dist.get_rank(self.group)).to(whole.device)]
+        return whole if self.size == 1 else whole[:, self._own(whole.device)]
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole ``[b, s]`` of every rank's part ``[b, s / cp]``; the same on all ranks.
@@ -89,7 +88,7 @@ class SequenceSplit:
         stacked = gather_from_sequence_parallel_region(
             part.transpose(0, 1).contiguous(), tensor_parallel_output_grad=False, group=self.group
         )
-        return stacked[self._order.to(part.device)].transpose(0, 1)
+        return stacked[self._order(part.device)].transpose(0, 1)
 
     def gather_keys(self, part: Tensor) -> Tensor:
         """The whole ``[s, ...]`` of every rank's part ``[s / cp, ...]``, for the ranks' attention to it.
@@ -98,4 +97,4 @@ class SequenceSplit:
         also in the backward pass.
         """
         stacked = gather_from_sequence_parallel_region(part.contiguous(), group=self.group)
-        return stacked[self._order.to(part.device)]
+        return stacked[self._order(part.device)]

@@ -1,6 +1,7 @@
 """The frozen policy that the KL penalty holds the actor to: a model of its own, or swapped into the actor's."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -71,26 +72,12 @@ class SwappedReferenceWorkerGroup(ReferenceWorkerGroup):
 
     Args:
         engine: The actor's; None on ranks outside of `layout`.
-        layout: The actor's.
-        home: The trainer's placement.
-        horizon: Longest response in tokens.
-        config: Batch sizes.
-        temperature: The sampler's temperature, as for the actor.
-        balance: Whether rows are dealt to data-parallel ranks by length (`trainer.balance_batch`).
+        others: As of :class:`ReferenceWorkerGroup`; the layout is the actor's.
+        options: Likewise.
     """
 
-    def __init__(
-        self,
-        engine: MegatronEngine | None,
-        layout: Layout,
-        home: Layout,
-        horizon: int,
-        config: RefConfig,
-        *,
-        temperature: float,
-        balance: bool = True,
-    ):
-        super().__init__(engine, layout, home, horizon, config, temperature=temperature, balance=balance)
+    def __init__(self, engine: MegatronEngine | None, *others: Any, **options: Any):
+        super().__init__(engine, *others, **options)
         self._weights = [] if engine is None else engine.memory.copy_parameters()
 
     def log_prob_call(self, data: DataProto) -> RoleCall[DataProto]:

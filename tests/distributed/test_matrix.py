@@ -81,6 +81,11 @@ MIXTURE = [
     case(4, tp=2, cp=2, ep=2, etp=1, recompute="selective"),
     case(4, cp=2, pp=2, vpp=2, ep=2, etp=1, packed=True),
     case(4, ep=2, etp=2),
+    case(4, tp=2, pp=2, vpp=2, etp=1, packed=True, dynamic=True, dispatcher="allgather", recompute="selective"),
+    case(4, cp=2, ep=2, packed=True, dynamic=True, dispatcher="allgather", recompute="full"),
+    case(4, cp=2, etp=2, sp=False, packed=True),
+    case(2, pp=2, packed=True, dispatcher="allgather"),
+    case(2, etp=2, packed=True, dispatcher="allgather"),
 ]
 ALL_AT_ONCE = [
     case(8, tp=2, pp=2, vpp=2, cp=2, ep=2, etp=2, packed=True, dynamic=True, recompute="full"),
@@ -191,11 +196,18 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sp", "packed", "dynamic"), (False, True)),
     "recompute": (None, "full", "selective"),
     "mixture": (False, True),
+    # Experts' matrices are cut over as many ranks as those of attention, or over another number.
+    "etp": (False, True),
+    "dispatcher": ("alltoall", "allgather"),
 }
 IMPOSSIBLE = (
     {"sp": True, "tp": False},
     {"vpp": True, "pp": False},
     {"ep": True, "mixture": False},
+    {"etp": True, "mixture": False},
+    # All micro-batches have as many tokens, which only packing can see to.
+    {"dispatcher": "allgather", "packed": False},
+    {"dispatcher": "allgather", "mixture": False},
 )
 
 
@@ -210,6 +222,8 @@ def test_every_pair_of_settings_is_tried() -> None:
                 # Sequence parallelism does nothing on one tensor-parallel rank.
                 "sp": values["sp"] and values["tp"] > 1,
                 "mixture": mixture,
+                "etp": values["etp"] not in (None, values["tp"]),
+                "dispatcher": values.get("dispatcher", "alltoall"),
                 **{name: (values[name] or 1) > 1 for name in ("tp", "pp", "vpp", "cp", "ep")},
             }
             tried |= {frozenset(pair) for pair in itertools.combinations(values.items(), 2)}

@@ -14,7 +14,7 @@ from rlhf_megatron.models.hf_config import ModelShape, Rope
 from rlhf_megatron.weights.catalog import catalog
 from rlhf_megatron.weights.plan import SyncPlan
 from rlhf_megatron.weights.rank_plan import RankPlan, Transfer
-from rlhf_megatron.weights.shard import cut
+from tests.unit.weights.sharding import cut
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 Tensors = dict[str, Tensor]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rlhf_megatron.errors import WeightError
 from rlhf_megatron.models.vocabulary import padded_vocab_size
 from rlhf_megatron.weights.families import Cut
-from rlhf_megatron.weights.shard import Slicing, cut, merge, segments
+from rlhf_megatron.weights.shard import Slicing, segments
+from tests.unit.weights.sharding import cut, merge
 
 HIDDEN = 5
 
