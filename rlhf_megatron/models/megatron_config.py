@@ -96,8 +96,8 @@ def transformer_config(
         # Micro-batches are as long as their longest row, so stages must tell each other the shape. Not with allgather,
         # for which the engine pads all to one shape.
         variable_seq_lengths=pp > 1 and dispatcher != "allgather",
-        # What was sent to the next stage is wanted for its place in the graph alone.
-        deallocate_pipeline_outputs=pp > 1,
+        # Letting go of what was sent would be early: with overlap the other stage may not have it yet.
+        deallocate_pipeline_outputs=False,
         # Interleaved stages exchange both directions at once; without overlap, two stages would mix them up.
         overlap_p2p_comm=pipeline.chunks is not None,
         batch_p2p_comm=pipeline.chunks is None,
