@@ -132,6 +132,8 @@ def _fail(error: BaseException, status: int) -> NoReturn:
     """Report an exception of this rank, record it for the others and end the process."""
     _claim_report()
     rank = int(os.environ.get("RANK", "0"))
+    # Before any other rank can know of it: torchrun names the file with the smallest time as the root cause.
+    _write_error_file(error)
     mine = Failure(rank, getattr(error, _PHASE_MARK, current_phase()), _cause(error))
     first = mine
     if _watcher is not None:
@@ -143,7 +145,7 @@ def _fail(error: BaseException, status: int) -> NoReturn:
             f"[rank {rank}] ends in phase '{mine.phase}' because rank {first.rank} failed first\n"
             f"  first failure: {first}\n  seen here: {mine.cause.splitlines()[0]}"
         )
-    _write_error_file(error)
+        _write_consequence_file(first)
     if _watcher is not None:
         _watcher.linger()
     _exit(status)
@@ -197,6 +199,21 @@ def _write_error_file(error: BaseException) -> None:
 
     with contextlib.suppress(OSError):
         get_error_handler().record_exception(error)
+
+
+def _write_consequence_file(first: Failure) -> None:
+    """Leave the job's first failure for torchrun, dated behind the file of the rank that it happened on.
+
+    The format, with whole seconds, is that of torch 2.13.0: without the added second both files could have one time, and
+    torchrun would call the lower rank the root cause.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": "", "timestamp": str(int(time.time()) + 1)}
+    message = {"message": f"ended because rank {first.rank} failed first: {first}", "extraInfo": extra}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)
 
 
 def _run_exit_handlers() -> None:
@@ -285,7 +302,7 @@ class _Watcher(threading.Thread):
             f"[rank {self._rank}] ends in phase '{current_phase()}' because rank {failure.rank} failed first\n"
             f"  first failure: {failure}"
         )
-        _write_error_file(RLHFError(f"rank {failure.rank} failed first: {failure}"))
+        _write_consequence_file(failure)
         self._count_seen(self._store)
         self.linger()
         _exit(1)

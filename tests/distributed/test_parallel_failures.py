@@ -106,10 +106,11 @@ def test_good_end_is_0_on_all_ranks() -> None:
     assert ranks[0].seconds < LIMIT_S
 
 
-def test_exception_ends_torchrun() -> None:
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_exception_ends_torchrun(failing_rank: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-        + [PROGRAM, "raise", "1"],
+        + [PROGRAM, "raise", str(failing_rank)],
         env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -121,6 +122,7 @@ def test_exception_ends_torchrun() -> None:
         process.kill()
     assert ended.status == 1
     assert ended.seconds < LIMIT_S
-    assert "[rank 1] failed in phase 'step > update_actor': ValueError: broken on purpose" in ended.output
+    expected = f"[rank {failing_rank}] failed in phase 'step > update_actor': ValueError: broken on purpose"
+    assert expected in ended.output
     # torchrun read the file that it asked for, and names the same root cause.
-    assert re.search(r"Root Cause[\s\S]*rank\s*: 1[\s\S]*broken on purpose", ended.output)
+    assert re.search(rf"Root Cause[\s\S]*rank\s*: {failing_rank}[\s\S]*broken on purpose", ended.output)
