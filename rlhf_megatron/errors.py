@@ -58,6 +58,10 @@ class WeightError(RLHFError):
     """Weights are missing, unexpected, of the wrong shape, or differ after a transfer."""
 
 
+class CheckpointError(RLHFError):
+    """A checkpoint is damaged, incomplete, of another model or version, or cannot be written where it should be."""
+
+
 class RewardError(RLHFError):
     """A reward function raised, timed out or returned something that is not a score."""
 
