@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, overload
 
-from rlhf_megatron.config.compose import SCHEMAS, compose_mapping, config_dir, experiments
+from rlhf_megatron.config.compose import SCHEMAS, compose_mapping, experiments
+from rlhf_megatron.config.folders import config_dir, group_folders
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
 from rlhf_megatron.config.schema import leaves
 from rlhf_megatron.config.validate import validate_mapping
@@ -52,7 +53,7 @@ def main_config(argv: Sequence[str], config_name: str) -> Any:
     except ConfigError as error:
         if "--cfg" in flags:
             print(to_yaml(composed.mapping))
-        _refuse(error)
+        refuse(error)
     if "--cfg" in flags:
         _print_and_end(to_yaml(config.model_dump(mode="json")))
     return config
@@ -67,8 +68,11 @@ def _print_and_end(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _refuse(error: ConfigError) -> NoReturn:
-    """Print once per node; the other ranks wait a moment, since the launcher ends all at the first exit."""
+def refuse(error: ConfigError) -> NoReturn:
+    """Print what is wrong and end with `EXIT_BAD_CONFIG`.
+
+    Once per node; the other ranks wait a moment, since the launcher ends all at the first exit.
+    """
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         print(f"{error}\nNothing was started.", file=sys.stderr, flush=True)
     else:
@@ -94,8 +98,9 @@ def help_text(config_name: str) -> str:
         f"experiments: {', '.join(experiments(config_name))}",
         f"groups (in {config_dir()}):",
     ]
-    for folder in sorted(p for p in config_dir().iterdir() if p.is_dir() and p.name != "experiment"):
-        lines.append(f"  {folder.name}: {', '.join(sorted(f.stem for f in folder.glob('*.yaml')))}")
+    for folder in group_folders():
+        if folder.name != "experiment":
+            lines.append(f"  {folder.name}: {', '.join(sorted(f.stem for f in folder.glob('*.yaml')))}")
     lines += ["", "keys:"]
     for leaf in leaves(SCHEMAS[config_name]):
         lines.append(f"  {leaf.path}: {leaf.type_name} = {leaf.default}")

@@ -9,10 +9,10 @@ and sweeps.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlhf_megatron.config.base import Node
+from rlhf_megatron.config.folders import config_dir, group_folders
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
 from rlhf_megatron.config.rules import listed
 from rlhf_megatron.config.schema import CLOSE, NEAR, closest
@@ -29,13 +29,6 @@ SCHEMAS: dict[str, type[Node]] = {"ppo": PPOConfig, "sft": SFTConfig}
 """Schema of each root file. An experiment named `sft_...` belongs to the root `sft`, any other to `ppo`."""
 
 _COMMAND_LINE = "(command line)"
-
-
-def config_dir() -> Path:
-    """Return the folder of the configuration files: inside an installed package, or next to it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def experiments(root: str | None = None) -> list[str]:
@@ -151,7 +144,7 @@ def _key_of(text: str) -> str:
 
 
 def _groups() -> list[str]:
-    return sorted(p.name for p in config_dir().iterdir() if p.is_dir() and _options(p.name))
+    return [folder.name for folder in group_folders()]
 
 
 def _options(group: str) -> list[str]:

@@ -62,6 +62,15 @@ def read_facts(folder: str | Path) -> HFFacts:
     content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         raise ValueError("it holds no JSON object")
+    return facts_from(content)
+
+
+def facts_from(content: Mapping[str, Any]) -> HFFacts:
+    """Pick the sizes from what a ``config.json`` says.
+
+    Raises:
+        ValueError: A size is missing, or is none.
+    """
     missing = [name for name in _SIZES if not _is_size(content.get(name))]
     missing += [name for name in _OPTIONAL_SIZES if content.get(name) is not None and not _is_size(content[name])]
     if missing:

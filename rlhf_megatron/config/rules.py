@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.base import Node
-from rlhf_megatron.config.hf_facts import HFFacts, read_facts
+from rlhf_megatron.config.hf_facts import HFFacts, facts_from, read_facts
+from rlhf_megatron.config.known_models import known_config
 from rlhf_megatron.config.ppo import SFTConfig
 from rlhf_megatron.config.resource_pool import place_pools
 from rlhf_megatron.errors import Violation
@@ -117,11 +118,17 @@ def model_folder(config: Any, role: Role) -> tuple[str, str]:
 
 
 def facts_of(folder: str) -> HFFacts | None:
-    """Sizes of the model in a folder; None when they cannot be read (which the rules about files report)."""
+    """Sizes of the model in a folder, or, where there is none, of the public model of that name.
+
+    None when they cannot be read, which the rules about files report.
+    """
     try:
         return read_facts(Path(folder).expanduser())
-    except (OSError, ValueError):
+    except ValueError:
         return None
+    except OSError:
+        known = known_config(folder)
+        return None if known is None else facts_from(known)
 
 
 def must_divide_ranks(config: Any, role: Role, leaf: str, what: str, sizes: Mapping[str, int], ranks: int) -> Violation:

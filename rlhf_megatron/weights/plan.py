@@ -12,8 +12,7 @@ Left out: the scalar head (vLLM has none), and multicast: a slice that several r
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-
-import torch
+from typing import Protocol
 
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.hf_config import ModelShape
@@ -24,6 +23,15 @@ from rlhf_megatron.weights.families import Cut
 from rlhf_megatron.weights.rank_plan import Padding, Piece, RankPlan, Transfer
 from rlhf_megatron.weights.routes import Block, Holders, Kind, Route, choose_routes, parts_for_balance
 from rlhf_megatron.weights.shard import Slicing, segments
+
+
+class ElementType(Protocol):
+    """A type of numbers, as far as a plan knows one: ``torch.dtype`` is one. Planning does not need torch."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        ...
 
 
 class SyncPlan:
@@ -45,7 +53,7 @@ class SyncPlan:
         shape: ModelShape,
         actor: Layout,
         replicas: tuple[tuple[int, ...], ...],
-        dtype: torch.dtype,
+        dtype: ElementType,
         ranks_per_node: int,
     ):
         self.shape, self.actor, self.replicas = shape, actor, replicas
@@ -189,7 +197,7 @@ def plan_sync(
     shape: ModelShape,
     actor: Layout,
     rollout: Layout | Sequence[Sequence[int]],
-    dtype: torch.dtype,
+    dtype: ElementType,
     ranks_per_node: int,
 ) -> SyncPlan:
     """Plan how the actor's weights get into the rollout's ranks. Every rank computes the same plan.
