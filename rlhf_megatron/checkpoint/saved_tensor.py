@@ -73,7 +73,7 @@ class SavedTensor:
         Args:
             file: Descriptor of the open file.
             box: First and one past the last index along each axis.
-            target: Tensor of the box's shape; may be a view.
+            target: Tensor of the box's shape, on any device, of a type that this one is converted to; may be a view.
 
         Raises:
             CheckpointError: The file ends too early.
@@ -86,7 +86,7 @@ class SavedTensor:
         inner = self.shape[axis + 1 :]
         run = torch.empty((rows, *inner), dtype=self.dtype)
         is_whole = all((0, n) == pair for n, pair in zip(inner, box[axis + 1 :], strict=True))
-        if is_whole and target.is_contiguous():
+        if is_whole and target.is_contiguous() and target.dtype == self.dtype and target.device.type == "cpu":
             run = target
         _read(file, self.position + first * self.dtype.itemsize, run, self.where)
         if run is not target:

@@ -100,6 +100,21 @@ class TorchDistReader:
         box = (*((i, i + 1) for i in index), (start, stop), *((0, n) for n in inner[1:]))
         return self._read_box(stored, box).reshape(stop - start, *inner[1:])
 
+    def read_into(self, key: str, offsets: Sequence[int], target: Tensor) -> None:
+        """Fills a tensor with the box of its shape that begins at an offset.
+
+        Args:
+            key: Name of the stored tensor.
+            offsets: Where the box begins in it.
+            target: On any device, of a type that the stored one is converted to; may be a view. What of it lies outside
+                of the stored tensor is left as it is.
+
+        Raises:
+            CheckpointError: No such tensor, or an item is not what the metadata say.
+        """
+        box = (*((start, start + size) for start, size in zip(offsets, target.shape, strict=True)),)
+        self._fill(self._stored(key), box, target)
+
     def common(self, extra_names: Sequence[tuple[Any, str]] = ()) -> dict[str, Any]:
         """What ``common.pt`` holds, read with ``weights_only``.
 
@@ -119,6 +134,10 @@ class TorchDistReader:
 
     def _read_box(self, stored: StoredTensor, box: tuple[tuple[int, int], ...]) -> Tensor:
         target = torch.empty([stop - start for start, stop in box], dtype=stored.dtype)
+        self._fill(stored, box, target)
+        return target
+
+    def _fill(self, stored: StoredTensor, box: tuple[tuple[int, int], ...], target: Tensor) -> None:
         for chunk in self._candidates(stored, box):
             overlap = [
                 (max(start, o), min(stop, o + n))
@@ -127,7 +146,6 @@ class TorchDistReader:
             if any(start >= stop for start, stop in overlap):
                 continue
             self._read_overlap(stored, chunk, box, overlap, target)
-        return target
 
     def _candidates(self, stored: StoredTensor, box: tuple[tuple[int, int], ...]) -> Sequence[Chunk]:
         """The chunks that may meet the box: of a stack of layers or experts, only those of the one asked for."""

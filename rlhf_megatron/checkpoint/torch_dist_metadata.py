@@ -179,19 +179,22 @@ def _tiles(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
         return False
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         return False
-    # Inside the shape and of its volume: they tile it unless two overlap. Boxes of a grid cannot when all differ.
-    boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    if not boxes:
-        return True
-    starts = [sorted({chunk.offsets[axis] for chunk in boxes}) for axis in range(len(shape))]
-    ends = [dict(zip(s, [*s[1:], n], strict=True)) for s, n in zip(starts, shape, strict=True)]
-    is_grid = all(
-        ends[axis][chunk.offsets[axis]] == chunk.offsets[axis] + chunk.sizes[axis]
-        for chunk in boxes
-        for axis in range(len(shape))
-    )
-    if is_grid:
-        return len({chunk.offsets for chunk in boxes}) == len(boxes)
+    # Inside the shape and of its volume: they tile it unless two overlap.
+    return _are_disjoint([chunk for chunk in chunks if math.prod(chunk.sizes)], len(shape))
+
+
+def _are_disjoint(boxes: Sequence[Chunk], axes: int) -> bool:
+    """Whether no two boxes overlap: divided along an axis where that is possible, compared where it is not."""
+    for axis in range(axes if len(boxes) > 1 else 0):
+        parts: list[list[Chunk]] = []
+        end = 0
+        for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+            if not parts or box.offsets[axis] >= end:
+                parts.append([])
+            parts[-1].append(box)
+            end = max(end, box.offsets[axis] + box.sizes[axis])
+        if len(parts) > 1:
+            return all(_are_disjoint(part, axes) for part in parts)
     return not any(_overlap(one, other) for i, one in enumerate(boxes) for other in boxes[:i])
 
 

@@ -129,6 +129,11 @@ class MegatronEngine:
         return self.memory.resident(train=train)
 
     @property
+    def trainable(self) -> TrainableChunks | None:
+        """Data-parallel wrapper, optimizer and schedule; None when the model is frozen."""
+        return self._trainable
+
+    @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far because the gradient was not finite."""
         return 0 if self._trainable is None else self._trainable.skipped_steps

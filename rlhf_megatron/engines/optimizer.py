@@ -5,7 +5,7 @@ optimizer on the host (`optimizer_cpu_offload`) is Megatron's own; it needs a GP
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,15 @@ class TrainableChunks:
             grad_reduce_in_fp32=True,
         )
         return DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups.collection)
+
+    def counters(self) -> dict[str, int]:
+        """What is counted over steps and outlives a restart. Local."""
+        return {"skipped_steps": self.skipped_steps, "nonfinite_in_a_row": self._nonfinite_in_a_row}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Puts back what :meth:`counters` gave. Local."""
+        self.skipped_steps = counters.get("skipped_steps", 0)
+        self._nonfinite_in_a_row = counters.get("nonfinite_in_a_row", 0)
 
     def zero_grad(self) -> None:
         """Clears the gradient buffers. Local."""
