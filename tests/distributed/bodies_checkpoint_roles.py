@@ -124,8 +124,7 @@ class Role:
     @staticmethod
     def _fill(optimizer: Any, kind: str, whole: dict[int, torch.Tensor], summed: set[int]) -> None:
         inner: Any = optimizer.optimizer
-        is_distributed = isinstance(optimizer, DistributedOptimizer)
-        if is_distributed:
+        if isinstance(optimizer, DistributedOptimizer):
             for parameter, (group, order) in optimizer.model_param_group_index_map.items():
                 span = optimizer._get_model_param_range_map(parameter)["param"]
                 main = inner.param_groups[group]["params"][order]
@@ -135,7 +134,9 @@ class Role:
                 summed |= {id(parameter) for parameter in module.parameters()}
             # Each of two chained optimizers sees all parameters, but has some.
             return
-        for group in inner.param_groups if inner is not None else ():
+        if inner is None:
+            return
+        for group in inner.param_groups:
             for main in group["params"]:
                 value = main if kind == "master" else inner.state[main][kind]
                 whole[id(_model_parameter(optimizer, main))].copy_(value.detach())
