@@ -45,21 +45,24 @@ class Assumptions:
     """What times and the uncertain part of memory are computed with. None of it has been measured on a GPU.
 
     Attributes:
-        train_mfu: Share of the peak FLOP/s that forward and backward passes reach, without the pipeline's idle time.
+        train_mfu: Share of the peak FLOP/s that products of forward and backward passes reach; exchanges between ranks
+            and the pipeline's idle time come on top.
         moe_mfu: The same for a mixture of experts.
         decode_bandwidth: Share of the memory bandwidth that decoding reaches.
         prefill_mfu: Share of the peak FLOP/s that reading prompts reaches.
         link: Share of a link's bandwidth that transfers reach.
-        decode_latency_s: Fixed cost of a decoding step, for each layer: launches, all-reduces of tensor parallelism.
+        decode_latency_s: Fixed cost of a layer in a decoding step.
+        all_reduce_latency_s: Fixed cost of an all-reduce, of which a layer of a divided model has two.
         reserve_gib: Memory that nobody counts: CUDA context, NCCL's buffers, fragments.
         length: Mean length of prompts and of answers, as a share of their limits.
     """
 
-    train_mfu: float = 0.40
-    moe_mfu: float = 0.25
+    train_mfu: float = 0.50
+    moe_mfu: float = 0.35
     decode_bandwidth: float = 0.60
     prefill_mfu: float = 0.50
     link: float = 0.70
-    decode_latency_s: float = 40e-6
+    decode_latency_s: float = 20e-6
+    all_reduce_latency_s: float = 10e-6
     reserve_gib: float = 4.0
     length: float = 0.5

@@ -1,14 +1,12 @@
 """Memory of the heaviest rank in each phase of a PPO step: what is on the device then, and what is away."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_megatron.planning.activations import pass_bytes
 from rlhf_megatron.planning.generation import Generation
-from rlhf_megatron.planning.parameters import RankBytes
-from rlhf_megatron.planning.workload import Batch, PlannedRole, Workload
-from rlhf_megatron.weights.catalog import catalog
+from rlhf_megatron.planning.parameters import RankBytes, largest_numel
+from rlhf_megatron.planning.workload import PlannedRole, Workload
 
 PARTS = (
     "params",
@@ -223,13 +221,4 @@ def bucket_bytes(workload: Workload) -> int:
     """
     rollout, shape = workload.config.rollout, workload.role("actor").shape
     itemsize = 4 if rollout.dtype == "float32" else 2
-    largest = max(
-        sum(math.prod(sizes) for sizes in item.slicing.shapes) for item in catalog(shape, "lm") if item.expert is None
-    )
-    experts = 3 * shape.num_experts * shape.moe_ffn_hidden_size * shape.hidden_size
-    return (rollout.update_weights_bucket_megabytes << 20) + max(largest, experts) * itemsize
-
-
-def phase_batch(workload: Workload, phase: str) -> tuple[PlannedRole, Batch] | None:
-    """The role and the call of a phase; None for phases without a model of the trainer."""
-    return next(((role, batch) for role in workload.roles for batch in role.batches if batch.phase == phase), None)
+    return (rollout.update_weights_bucket_megabytes << 20) + largest_numel(shape) * itemsize

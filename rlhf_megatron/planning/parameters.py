@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from rlhf_megatron.config.roles import MegatronConfig, OptimConfig
@@ -256,9 +256,20 @@ class RoleParameters:
         return Parameter(numel, 4 if item.is_value_head else self._itemsize, is_expert)
 
 
+@cache
 def model_numel(shape: ModelShape, head: str = "lm") -> int:
     """Parameters of a whole model, vocabulary padding left out."""
     return sum(math.prod(shape_) for item in catalog(shape, head) for shape_ in item.slicing.shapes)
+
+
+@cache
+def largest_numel(shape: ModelShape) -> int:
+    """The most elements that weight sync waits for at once: a parameter, or all experts of a layer, which vLLM fuses."""
+    kinds = set(shape.moe_layers) or {False}
+    models = [replace(shape, num_layers=1, moe_layers=(kind,) if shape.num_experts else ()) for kind in kinds]
+    items = [item for model in models for item in catalog(model, "lm") if item.expert is None]
+    largest = max(sum(math.prod(shape_) for shape_ in item.slicing.shapes) for item in items)
+    return max(largest, 3 * shape.num_experts * shape.moe_ffn_hidden_size * shape.hidden_size)
 
 
 def _position(item: Item) -> tuple[int, int]:

@@ -90,7 +90,7 @@ def step_time(
         gpu: The kind of GPU.
         assumptions: What the estimate rests on.
     """
-    clock = _Clock(workload, generation, gpu, assumptions)
+    clock = Clock(workload, generation, gpu, assumptions)
     phases = [clock.sync(traffic), clock.generate()]
     for name in ("old_log_prob", "values", "ref", "update_critic", "update_actor"):
         phases += [
@@ -101,11 +101,21 @@ def step_time(
     return StepTime(tuple(phases), seconds, tokens / seconds / workload.ranks)
 
 
-class _Clock:
+class Clock:
+    """Times of single phases.
+
+    Args:
+        workload: The run.
+        generation: vLLM's part.
+        gpu: The kind of GPU.
+        assumptions: What the estimates rest on.
+    """
+
     def __init__(self, workload: Workload, generation: Generation, gpu: GPU, assumptions: Assumptions):
         self._workload, self._generation, self._gpu, self._assumed = workload, generation, gpu, assumptions
 
     def sync(self, traffic: Traffic) -> PhaseTime:
+        """A weight sync: bytes over their links."""
         ranks = self._workload.ranks
         near, far = traffic.same_node / ranks, traffic.other_node / ranks
         seconds = (near / self._gpu.nvlink + far / self._gpu.network) / self._assumed.link
@@ -114,6 +124,7 @@ class _Clock:
         return PhaseTime("sync_weights", seconds + loading, note + self._moved(loading))
 
     def generate(self) -> PhaseTime:
+        """Generation: decoding is bound by memory, reading prompts by products."""
         plan, lengths, gpu, assumed = self._generation, self._workload.lengths, self._gpu, self._assumed
         shape = self._workload.role("actor").shape
         tp = self._workload.config.rollout.tensor_model_parallel_size
@@ -123,14 +134,25 @@ class _Clock:
         read = _read_share(shape, at_once) * plan.weights + at_once * held * plan.bytes_per_token
         by_memory = read / (gpu.memory_bandwidth * assumed.decode_bandwidth)
         by_products = at_once * forward_flops(shape, "lm", held) / (tp * gpu.flops * assumed.prefill_mfu)
-        each = max(by_memory, by_products) + shape.num_layers * assumed.decode_latency_s
+        each = max(by_memory, by_products) + shape.num_layers * (assumed.decode_latency_s + self._all_reduces(at_once))
         steps = max(lengths.response, math.ceil(plan.rows * lengths.mean_response / at_once))
         prefill = plan.rows * lengths.mean_prompt * forward_flops(shape, "lm", lengths.mean_prompt)
         prefill /= tp * gpu.flops * assumed.prefill_mfu
         note = f"{plan.rows} rows a replica, {at_once} at once, {steps} decoding steps of {1e3 * each:.1f} ms"
         return PhaseTime("gen", prefill + steps * each, note)
 
+    def _all_reduces(self, rows: int) -> float:
+        """The two all-reduces of a layer in a decoding step of a divided model: each sends everything about twice."""
+        tp = self._workload.config.rollout.tensor_model_parallel_size
+        if tp == 1:
+            return 0.0
+        far = crosses_nodes(self._workload.replicas, self._workload.per_node)
+        link = (self._gpu.network if far else self._gpu.nvlink) * self._assumed.link
+        hidden = rows * self._workload.role("actor").shape.hidden_size * 2
+        return 2 * (self._assumed.all_reduce_latency_s + 2 * hidden * (tp - 1) / tp / link)
+
     def compute(self, role: PlannedRole, batch: Batch) -> PhaseTime:
+        """All calls of a role in one phase."""
         layout, lengths = role.layout, self._workload.lengths
         trains = batch.kind == "train"
         passes = 1 if not trains else 4 if role.megatron.recompute_granularity == "full" else 3
@@ -141,9 +163,14 @@ class _Clock:
         uneven = heaviest * layout.pp / role.shape.num_layers
         mfu = self._assumed.moe_mfu if role.shape.num_experts else self._assumed.train_mfu
         working = flops / (layout.tp * layout.pp * layout.cp) / (self._gpu.flops * mfu) * uneven
+        exchanging = self._exchange(role, batch, passes) * uneven
         idle = bubble(role, batch)
-        seconds = batch.calls * working * (1 + idle)
-        note = f"{batch.calls} x {passes} x {flops / passes / 1e15:.0f} PFLOP a shard"
+        seconds = batch.calls * (working + exchanging) * (1 + idle)
+        each = flops / passes
+        size = f"{each / 1e15:.1f} PFLOP" if each >= 1e14 else f"{each / 1e9:.1f} GFLOP"
+        times = f"{batch.calls} steps x {passes} passes of" if trains else "1 pass of"
+        note = f"{times} {size} a shard"
+        note += f", exchanges {batch.calls * exchanging:.1f} s" if exchanging else ""
         note += f", pipeline idle {100 * idle / (1 + idle):.0f} %" if layout.pp > 1 else ""
         if trains:
             reduction = batch.calls * self._reduce(role)
@@ -151,6 +178,31 @@ class _Clock:
             note += f", gradients {reduction:.1f} s"
         moving = self._move(role, trains)
         return PhaseTime(batch.phase, seconds + moving, note + self._moved(moving))
+
+    def _exchange(self, role: PlannedRole, batch: Batch, passes: int) -> float:
+        """What ranks of one model copy send each other in one call, one after another with the products."""
+        shape, layout, per_node = role.shape, role.layout, self._workload.per_node
+        itemsize = 2 if role.megatron.dtype == "bfloat16" else 4
+        tokens = batch.rows * self._workload.lengths.mean / layout.cp
+        layers = shape.num_layers / layout.pp
+        hidden = tokens * shape.hidden_size * itemsize
+
+        def link(axes: str) -> float:
+            far = crosses_nodes(layout.groups(axes), per_node)
+            return (self._gpu.network if far else self._gpu.nvlink) * self._assumed.link
+
+        moe = sum(map(shape.is_moe_layer, range(shape.num_layers))) / shape.num_layers
+        # Attention and a dense MLP each gather the hidden states and scatter their sums.
+        sent = 2 * hidden * (layout.tp - 1) / layout.tp * (2 - moe) / link("tp")
+        # Keys and values of the other context-parallel ranks.
+        kv = 2 * tokens * shape.num_kv_heads * shape.head_dim * itemsize / layout.tp
+        sent += kv * (layout.cp - 1) / link("cp") if layout.cp > 1 else 0
+        if moe and layout.ep * layout.expert_tp > 1:
+            # Each token goes to its experts and comes back.
+            share = 1 - 1 / (layout.ep * layout.expert_tp)
+            copies = shape.experts_per_token * (layout.expert_tp if layout.expert_tp > 1 else 1)
+            sent += moe * 2 * copies * hidden / layout.tp * share / link("etp-ep")
+        return passes * layers * sent
 
     def _reduce(self, role: PlannedRole) -> float:
         """Reducing gradients and, with the distributed optimizer, gathering parameters, once."""
