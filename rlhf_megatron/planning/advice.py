@@ -52,7 +52,7 @@ def advise(
         memory: The heaviest rank of each phase.
         memory_bytes: Memory of a GPU.
     """
-    yield from _room(memory, memory_bytes)
+    yield from _room(workload, memory, memory_bytes)
     yield from _cache(workload, generation)
     for role in workload.roles:
         if not role.is_swapped:
@@ -66,33 +66,40 @@ def advise(
             yield from _shards(role, batch, workload)
 
 
-def _room(memory: Sequence[PhaseMemory], memory_bytes: int) -> Iterator[Advice]:
+def _room(workload: Workload, memory: Sequence[PhaseMemory], memory_bytes: int) -> Iterator[Advice]:
     for phase in memory:
         free = memory_bytes - phase.total
+        fix = f"Most would help: {'; '.join(_knobs(workload, phase)[:3])}."
         if free < 0:
-            largest = max(phase.parts, key=lambda part: phase.parts[part])
             text = f"needs {phase.total / GIB:.1f} of {memory_bytes / GIB:.1f} GiB on rank {phase.rank}."
-            fix = f"The largest part is {largest}, {phase.parts[largest] / GIB:.1f} GiB. {_less(phase, largest)}"
             yield Advice("error", "out_of_memory", phase.phase, text, fix)
         elif free < NARROW * memory_bytes:
-            text = f"leaves {free / GIB:.1f} of {memory_bytes / GIB:.1f} GiB free on rank {phase.rank}."
-            yield Advice("warning", "narrow", phase.phase, text, "Activations are estimates: try it, or make room.")
+            text = f"leaves {free / GIB:.1f} of {memory_bytes / GIB:.1f} GiB free on rank {phase.rank}, by estimate."
+            yield Advice("warning", "narrow", phase.phase, text, fix)
 
 
-def _less(phase: PhaseMemory, part: str) -> str:
-    """What makes a part smaller."""
-    if part in ("params", "grads", "optimizer"):
-        held = {role: sizes[part] for role, sizes in phase.on_device.items()}
-        role = max(held, key=lambda name: held[name])
-        leaf = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}[part]
-        if phase.phase.removeprefix("update_") == role:
-            return f"Cut {role} over more ranks (tensor or pipeline parallel)."
-        return f"Set {role}.megatron.{leaf}=true, or cut {role} over more ranks."
-    if part in ("activations", "logits"):
-        return "Lower the tokens or rows of a micro-batch, or recompute activations."
-    if part == "sync_buckets":
-        return "Lower rollout.update_weights_bucket_megabytes."
-    return "Lower rollout.gpu_memory_utilization, or raise rollout.tensor_model_parallel_size."
+def _knobs(workload: Workload, phase: PhaseMemory) -> list[str]:
+    """What makes room in a phase, with what is at stake, the largest first."""
+    rollout, parts = workload.config.rollout, phase.parts
+    active = "actor" if phase.phase == "sync_weights" else phase.active
+    found: list[tuple[int, str]] = []
+    for role, held in phase.on_device.items():
+        trains = role == active and phase.phase.startswith("update")
+        for part, leaf in (("params", "param"), ("grads", "grad"), ("optimizer", "optimizer")):
+            if not trains and not (role == active and part == "params"):
+                found.append((held[part], f"{role}.megatron.{leaf}_offload=true"))
+        if trains:
+            found.append((sum(held.values()) // 2, f"twice the tensor or pipeline stages for {role}"))
+    found += [
+        (parts["activations"] + parts["logits"], "fewer tokens or rows in a micro-batch, or recompute"),
+        (parts["kv_cache"], f"a lower rollout.gpu_memory_utilization than {rollout.gpu_memory_utilization}"),
+        (
+            parts["rollout_weights"] // 2,
+            f"a larger rollout.tensor_model_parallel_size than {rollout.tensor_model_parallel_size}",
+        ),
+        (parts["sync_buckets"], "a lower rollout.update_weights_bucket_megabytes"),
+    ]
+    return [f"{text} ({size / GIB:.1f} GiB)" for size, text in sorted(found, reverse=True) if size > 0]
 
 
 def _cache(workload: Workload, generation: Generation) -> Iterator[Advice]:

@@ -34,6 +34,7 @@ class PhaseMemory:
         phase: Its name.
         rank: The rank.
         place: Where that rank is in the role that computes; empty for phases of vLLM.
+        active: The role whose model computes (the actor's for a swapped reference); empty for phases of vLLM.
         parts: Bytes by :data:`PARTS`.
         total: Their sum.
         on_device: What of each role is on the device: ``{role: {params, grads, optimizer}}``, in bytes.
@@ -42,6 +43,7 @@ class PhaseMemory:
     phase: str
     rank: int
     place: str
+    active: str
     parts: dict[str, int]
     total: int
     on_device: dict[str, dict[str, int]]
@@ -164,11 +166,12 @@ class _Planner:
             parts[part] = size
         owner = self._owners.get(phase)
         place = place_of(owner[0], rank) if owner and rank in owner[0].layout else ""
+        active = "" if owner is None else "actor" if owner[0].is_swapped else owner[0].name
         shown = {
             name: {"params": held.params, "grads": held.grads, "optimizer": held.optimizer}
             for name, held in on_device.items()
         }
-        return PhaseMemory(phase, rank, place, parts, sum(parts.values()), shown)
+        return PhaseMemory(phase, rank, place, active, parts, sum(parts.values()), shown)
 
     def _on_device(self, phase: str, rank: int) -> dict[str, RankBytes]:
         """What each role has on a rank's device in a phase."""

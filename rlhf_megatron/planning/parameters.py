@@ -94,7 +94,7 @@ class Buffer:
         self._buckets = [0]
         self._ranks = ranks
         end = 0
-        for parameter in reversed(list(parameters)):
+        for parameter in reversed(_joined(parameters)):
             self.itemsize = parameter.itemsize
             start = _round_up(end, _START_MULTIPLE) if distributed else end
             own = parameter.has_own_bucket and distributed
@@ -130,6 +130,19 @@ class Buffer:
     def _used_before(self, position: int) -> int:
         index = bisect_right(self._starts, position) - 1
         return 0 if index < 0 else self._before[index] + min(self._lengths[index], position - self._starts[index])
+
+
+def _joined(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Neighbours between which no padding can come, as one: experts are many and alike."""
+    found: list[Parameter] = []
+    for parameter in parameters:
+        last = found[-1] if found else None
+        plain = parameter.numel % _START_MULTIPLE == 0 and not parameter.has_own_bucket
+        if last is not None and plain and last.numel % _START_MULTIPLE == 0 and not last.has_own_bucket:
+            found[-1] = replace(last, numel=last.numel + parameter.numel)
+        else:
+            found.append(parameter)
+    return found
 
 
 class RoleParameters:
@@ -240,14 +253,7 @@ class RoleParameters:
         }
 
     def _one_layer(self, is_moe: bool) -> tuple[list[Item], list[Item], list[Item]]:
-        """The catalogue of a model with one layer: what is before it, the layer as this rank has it, what follows."""
-        moe = {"moe_layers": (is_moe,)} if self.shape.num_experts else {}
-        one = Layout(ep=self.layout.ep, etp=1, ranks=tuple(range(self.layout.ep)))
-        items = catalog(replace(self.shape, num_layers=1, **moe), self.head, one)
-        layer = [item for item in items if ".layers." in item.megatron and item.expert_rank in (None, 0)]
-        outside = [item for item in items if ".layers." not in item.megatron]
-        first = [item for item in outside if item.megatron.startswith("embedding.")]
-        return first, sorted(layer, key=_position), [item for item in outside if item not in first]
+        return _one_layer(self.shape, self.head, is_moe, self.layout.ep)
 
     def _parameter(self, item: Item) -> Parameter:
         is_expert = item.expert is not None
@@ -264,12 +270,24 @@ def model_numel(shape: ModelShape, head: str = "lm") -> int:
 
 @cache
 def largest_numel(shape: ModelShape) -> int:
-    """The most elements that weight sync waits for at once: a parameter, or all experts of a layer, which vLLM fuses."""
+    """Most elements that weight sync waits for at once: a parameter, or all experts of a layer, which vLLM fuses."""
     kinds = set(shape.moe_layers) or {False}
     models = [replace(shape, num_layers=1, moe_layers=(kind,) if shape.num_experts else ()) for kind in kinds]
     items = [item for model in models for item in catalog(model, "lm") if item.expert is None]
     largest = max(sum(math.prod(shape_) for shape_ in item.slicing.shapes) for item in items)
     return max(largest, 3 * shape.num_experts * shape.moe_ffn_hidden_size * shape.hidden_size)
+
+
+@cache
+def _one_layer(shape: ModelShape, head: str, is_moe: bool, ep: int) -> tuple[list[Item], list[Item], list[Item]]:
+    """The catalogue of a model with one layer: what is before it, the layer as a rank has it, what follows."""
+    moe = {"moe_layers": (is_moe,)} if shape.num_experts else {}
+    one = Layout(ep=ep, etp=1, ranks=tuple(range(ep)))
+    items = catalog(replace(shape, num_layers=1, **moe), head, one)
+    layer = [item for item in items if ".layers." in item.megatron and item.expert_rank in (None, 0)]
+    outside = [item for item in items if ".layers." not in item.megatron]
+    first = [item for item in outside if item.megatron.startswith("embedding.")]
+    return first, sorted(layer, key=_position), [item for item in outside if item not in first]
 
 
 def _position(item: Item) -> tuple[int, int]:

@@ -7,8 +7,10 @@ from rlhf_megatron.planning.memory import place_of
 from rlhf_megatron.planning.sections import name_of, sizes_of
 from rlhf_megatron.planning.workload import PlannedRole, Workload
 
-_CELL, _GAP, _LABEL, _ROWS = 17, 2, 30, 16
-"""Sides of a square, space between two, space for a node's number, and nodes in a column of a panel."""
+_LARGE, _SMALL, _GAP, _LABEL, _ROWS = 17, 12, 2, 30, 16
+"""Sides of a square for few nodes and for many, space between two, space for a node's number, nodes in a column."""
+_MANY = 32
+"""Nodes from which squares are small, so that two panels fit beside each other."""
 
 _PLAIN, _LIGHT = 46, 52
 """Lightness where only the hue says something, and from which text must be dark."""
@@ -68,7 +70,8 @@ def _hue(index: int, count: int) -> int:
 
 def _panel(workload: Workload, title: str, lines: tuple[str, str], describe: Describe) -> Iterator[str]:
     nodes, per_node = workload.ranks // workload.per_node, workload.per_node
-    step = _CELL + _GAP
+    cell = _LARGE if nodes <= _MANY else _SMALL
+    step = cell + _GAP
     block = _LABEL + per_node * step + 10
     columns, rows = -(-nodes // _ROWS), min(nodes, _ROWS)
     small = "".join(f"<small>{escape(line)}</small>" for line in lines)
@@ -76,20 +79,22 @@ def _panel(workload: Workload, title: str, lines: tuple[str, str], describe: Des
     yield f'<svg width="{columns * block}" height="{rows * step}" role="img">'
     for node in range(nodes):
         left, top = node // _ROWS * block, node % _ROWS * step
-        label = f'x="{left + _LABEL - 6}" y="{top + 13}" text-anchor="end" font-size="11" fill="#5b6b7d"'
+        label = f'x="{left + _LABEL - 6}" y="{top + 0.75 * cell:.1f}" text-anchor="end" font-size="{min(11, cell - 2)}" fill="#5b6b7d"'
         yield f"<text {label}>{node}</text>"
         for local in range(per_node):
-            yield from _square(left + _LABEL + local * step, top, describe(node * per_node + local))
+            yield from _square(left + _LABEL + local * step, top, cell, describe(node * per_node + local))
     yield "</svg></figure>"
 
 
-def _square(x: int, y: int, described: Square | None) -> Iterator[str]:
-    box = f'x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="2"'
+def _square(x: int, y: int, cell: int, described: Square | None) -> Iterator[str]:
+    box = f'x="{x}" y="{y}" width="{cell}" height="{cell}" rx="2"'
     if described is None:
         yield f'<rect {box} fill="#eef1f4"/>'
         return
     hue, lightness, text, hint = described
     yield f'<g><title>{escape(hint)}</title><rect {box} fill="hsl({hue}, 50%, {lightness}%)"/>'
     ink = "#fff" if lightness < _LIGHT else "#1d2733"
-    place = f'x="{x + _CELL / 2}" y="{y + 12.5}" text-anchor="middle" font-size="10" fill="{ink}"'
+    place = (
+        f'x="{x + cell / 2}" y="{y + 0.75 * cell:.1f}" text-anchor="middle" font-size="{cell * 0.6:.0f}" fill="{ink}"'
+    )
     yield f"<text {place}>{escape(text)}</text></g>"
