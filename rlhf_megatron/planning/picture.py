@@ -7,8 +7,8 @@ from rlhf_megatron.planning.memory import place_of
 from rlhf_megatron.planning.sections import name_of, sizes_of
 from rlhf_megatron.planning.workload import PlannedRole, Workload
 
-_LARGE, _SMALL, _GAP, _LABEL, _ROWS = 17, 12, 2, 30, 16
-"""Sides of a square for few nodes and for many, space between two, space for a node's number, nodes in a column."""
+_LARGE, _SMALL, _GAP, _ROWS = 17, 12, 2, 16
+"""Sides of a square for few nodes and for many, space between two, nodes in a column."""
 _MANY = 32
 """Nodes from which squares are small, so that two panels fit beside each other."""
 
@@ -70,19 +70,19 @@ def _hue(index: int, count: int) -> int:
 
 def _panel(workload: Workload, title: str, lines: tuple[str, str], describe: Describe) -> Iterator[str]:
     nodes, per_node = workload.ranks // workload.per_node, workload.per_node
-    cell = _LARGE if nodes <= _MANY else _SMALL
+    cell, label, margin = (_LARGE, 30, 10) if nodes <= _MANY else (_SMALL, 24, 6)
     step = cell + _GAP
-    block = _LABEL + per_node * step + 10
+    block = label + per_node * step + margin
     columns, rows = -(-nodes // _ROWS), min(nodes, _ROWS)
     small = "".join(f"<small>{escape(line)}</small>" for line in lines)
     yield f'<figure class="panel"><figcaption>{escape(title)}{small}</figcaption>'
     yield f'<svg width="{columns * block}" height="{rows * step}" role="img">'
     for node in range(nodes):
-        left, top = node // _ROWS * block, node % _ROWS * step
-        label = f'x="{left + _LABEL - 6}" y="{top + 0.75 * cell:.1f}" text-anchor="end" font-size="{min(11, cell - 2)}" fill="#5b6b7d"'
-        yield f"<text {label}>{node}</text>"
+        left, top = node // _ROWS * block + label, node % _ROWS * step
+        place = f'x="{left - 6}" y="{top + 0.75 * cell:.1f}" font-size="{min(11, cell - 2)}"'
+        yield f'<text {place} text-anchor="end" fill="#5b6b7d">{node}</text>'
         for local in range(per_node):
-            yield from _square(left + _LABEL + local * step, top, cell, describe(node * per_node + local))
+            yield from _square(left + local * step, top, cell, describe(node * per_node + local))
     yield "</svg></figure>"
 
 
@@ -94,7 +94,5 @@ def _square(x: int, y: int, cell: int, described: Square | None) -> Iterator[str
     hue, lightness, text, hint = described
     yield f'<g><title>{escape(hint)}</title><rect {box} fill="hsl({hue}, 50%, {lightness}%)"/>'
     ink = "#fff" if lightness < _LIGHT else "#1d2733"
-    place = (
-        f'x="{x + cell / 2}" y="{y + 0.75 * cell:.1f}" text-anchor="middle" font-size="{cell * 0.6:.0f}" fill="{ink}"'
-    )
-    yield f"<text {place}>{escape(text)}</text></g>"
+    place = f'x="{x + cell / 2}" y="{y + 0.75 * cell:.1f}" font-size="{0.6 * cell:.0f}"'
+    yield f'<text {place} text-anchor="middle" fill="{ink}">{escape(text)}</text></g>'

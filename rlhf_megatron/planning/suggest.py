@@ -236,7 +236,7 @@ def suggestions_text(found: Suggestions) -> str:
     lines += ["", "Together" if found.joint else "Together: nothing fits. Use more GPUs, or smaller micro-batches."]
     for number, joint in enumerate(found.joint, 1):
         lines += [f"  {number}. {headline(joint.plan)}"]
-        lines += [f"     {override}" for override in joint.overrides] or ["     (as configured)"]
+        lines += [f"     {line}" for line in " \\\n".join(joint.overrides or ["(as configured)"]).splitlines()]
     return "\n".join(lines)
 
 
