@@ -72,3 +72,20 @@ class GateError(RLHFError):
 
 class NonFiniteError(RLHFError):
     """The loss or the gradient norm was not finite for too many steps in a row."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete, or its files are not those that were written."""
+
+
+class JobStopped(Exception):
+    """The run was asked to end early and has saved itself. Not an error: the same on every rank.
+
+    Args:
+        reason: Who asked.
+        status: Exit status of the process.
+    """
+
+    def __init__(self, reason: str, status: int):
+        super().__init__(reason)
+        self.status = status

@@ -4,6 +4,7 @@ Left out of verl's list: the full KL over the vocabulary, and the straight-throu
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import torch
@@ -119,7 +120,7 @@ class KLController(Protocol):
         """What a checkpoint must hold."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint."""
         ...
 
@@ -141,7 +142,7 @@ class FixedKLController:
         """Only the type: the value is the configuration's."""
         return {"type": "fixed"}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Changes nothing."""
 
 
@@ -196,7 +197,7 @@ class AdaptiveKLController:
         """The present weight."""
         return {"type": "adaptive", "value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the weight; stays at the configured one when the checkpoint's controller was a fixed one."""
         if state["type"] == "adaptive":
             self.value = float(state["value"])

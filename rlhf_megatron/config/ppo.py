@@ -2,6 +2,7 @@
 
 from rlhf_megatron.config.algorithm import AlgorithmConfig
 from rlhf_megatron.config.base import Node
+from rlhf_megatron.config.checkpoint import CheckpointConfig
 from rlhf_megatron.config.data import DataConfig, SFTDataConfig
 from rlhf_megatron.config.reward import RewardConfig
 from rlhf_megatron.config.roles import ActorConfig, CriticConfig, MegatronConfig, ModelConfig, OptimConfig, RefConfig
@@ -30,6 +31,8 @@ class PPOConfig(Node):
     """Prompts."""
     trainer: TrainerConfig = TrainerConfig()
     """The loop."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What outlives the job."""
 
 
 class SFTConfig(Node):
@@ -45,3 +48,5 @@ class SFTConfig(Node):
     """Prompt and answer pairs."""
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     """The loop."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What outlives the job."""

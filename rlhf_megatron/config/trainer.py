@@ -45,6 +45,17 @@ class LoopConfig(Node):
     """Whether to validate before the first step."""
     test_freq: int = -1
     """Steps between validations; -1 is never, but the last step always validates when there is a validation set."""
+    save_freq: int = -1
+    """Steps between checkpoints, and after the last step; -1 is never, but a signal or `max_seconds` saves all the
+    same."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on from the newest complete checkpoint of `default_local_dir`, if there is one; disable begins anew,
+    and moves what is there aside; resume_path begins from `resume_from_path`."""
+    resume_from_path: str | None = None
+    """Checkpoint to begin from: a folder `global_step_N`, of this run or of another."""
+    max_seconds: PositiveFloat | None = None
+    """Seconds after the start of the process before which the run is saved and ends (with status 85, to be started
+    again); null for no limit."""
     logger: list[Literal["console", "tensorboard", "csv", "jsonl"]] = ["console", "tensorboard", "csv", "jsonl"]
     """Where metrics and samples go."""
     max_nonfinite_steps: PositiveInt = 3

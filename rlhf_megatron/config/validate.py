@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from rlhf_megatron.config import (
     experts,
     validate_batches,
+    validate_checkpoint,
     validate_effects,
     validate_files,
     validate_layout,
@@ -122,11 +123,17 @@ def _rules(schema: type[Node], check_files: bool, started_ranks: int | None) -> 
         *(validate_batches.PPO_RULES if rl else validate_batches.SFT_RULES),
         *(() if rl else validate_memory.SFT_RULES),
         *validate_effects.COMMON_RULES,
+        *validate_checkpoint.COMMON_RULES,
+        *(validate_checkpoint.PPO_RULES if rl else validate_checkpoint.SFT_RULES),
         *(validate_effects.PPO_RULES if rl else validate_effects.SFT_RULES),
     ]
     if check_files:
         per_role += validate_files.ROLE_RULES
-        whole += [*validate_files.COMMON_RULES, *(validate_files.PPO_RULES if rl else ())]
+        whole += [
+            *validate_files.COMMON_RULES,
+            *validate_checkpoint.FILE_RULES,
+            *(validate_files.PPO_RULES if rl else ()),
+        ]
         whole.append(partial(validate_files.started_ranks, started=started_ranks))
     for role in roles_of(schema):
         for rule in per_role:

@@ -8,7 +8,7 @@ ends too. The thread also notices a rank on the same host that was killed withou
 The process always ends by ``os._exit`` after flushing: destructors of process groups and engines can wait for ranks
 that are gone.
 
-Left out: naming a collective that is stuck although all ranks live, and signals of a scheduler.
+Left out: naming a collective that is stuck although all ranks live. Signals of a scheduler: `checkpoint/stop.py`.
 
 The default store is reached by ``torch.distributed.distributed_c10d._get_default_store`` (private; read from torch
 2.13.0).
@@ -32,7 +32,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from rlhf_megatron.errors import ConfigError, RLHFError
+from rlhf_megatron.errors import ConfigError, JobStopped, RLHFError
 
 _POLL_S = 0.5
 _STORE_TIMEOUT_S = 5.0
@@ -105,8 +105,9 @@ def is_guarded() -> bool:
 def run_guarded(main: Callable[[], object]) -> NoReturn:
     """Run a program's main function and end the process; never returns.
 
-    Status 0 when it returns (or exits with 0) on all ranks; 1, or the program's own status, otherwise. A rank that
-    ends while others do not within 20 seconds counts as a failure, because the others wait for it in a collective.
+    Status 0 when it returns (or exits with 0) on all ranks; that of a `JobStopped`, which is no failure, when it raises
+    one on all ranks; 1, or the program's own status, otherwise. A rank that ends while others do not within 20 seconds
+    counts as a failure, because the others wait for it in a collective.
 
     Args:
         main: The program. It calls ``init_runtime``, which begins the watch over the other ranks.
@@ -120,12 +121,14 @@ def run_guarded(main: Callable[[], object]) -> NoReturn:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if status:
             _fail(error, status)
+    except JobStopped as stopped:
+        status = stopped.status
     except BaseException as error:
         _fail(error, 130 if isinstance(error, KeyboardInterrupt) else 1)
     if _watcher is not None:
         _watcher.finish()
-    _run_exit_handlers()
-    _exit(0)
+    _run_exit_handlers(status)
+    _exit(status)
 
 
 def _fail(error: BaseException, status: int) -> NoReturn:
@@ -216,9 +219,9 @@ def _write_consequence_file(first: Failure) -> None:
         json.dump({"message": message}, file)
 
 
-def _run_exit_handlers() -> None:
+def _run_exit_handlers(status: int) -> None:
     """Run what was registered at ``atexit`` (trackers flush there), but end after 10 seconds in any case."""
-    guard = threading.Timer(10.0, _exit, args=(0,))
+    guard = threading.Timer(10.0, _exit, args=(status,))
     guard.daemon = True
     guard.start()
     atexit._run_exitfuncs()

@@ -1,5 +1,6 @@
 """Generation as a role: prompts at home placement in, complete rows (prompt and answer) at home placement out."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -66,6 +67,14 @@ class RolloutWorkerGroup:
         answers = DataProto.from_dict({"row_id": rows.batch["row_id"], **self._answers(completions)})
         answers = redistribute(answers, self.home)
         return self._whole_rows(prompts, answers)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint must hold: how many times weights were synchronised. Samples depend on the step alone."""
+        return {"weight_version": self.engine.weight_version}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on counting from a checkpoint. The weights come with the next sync."""
+        self.engine.weight_version = int(state["weight_version"])
 
     def _request(self, row_id: int, step: int, sampling: Literal["train", "validation"]) -> SamplingRequest:
         if sampling == "train":

@@ -1,7 +1,7 @@
 """The tracker: one `log` that fans out to the console, TensorBoard, CSV and JSONL."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -110,7 +110,7 @@ class Tracking:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if resume_step is None:
-                _move_previous(self.run_dir)
+                set_aside(self.run_dir, OUTPUTS)
             self._samples = JSONLFile(self.run_dir / "samples.jsonl", resume_step)
         except OSError as error:
             rule = f"The folder cannot be written: {error}."
@@ -179,10 +179,19 @@ class Tracking:
         self.close()
 
 
-def _move_previous(run_dir: Path) -> None:
-    existing = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
+def set_aside(run_dir: Path, names: Iterable[str]) -> Path | None:
+    """Moves what an earlier run left out of the way of a new one.
+
+    Args:
+        run_dir: Folder of the run.
+        names: Names in it; those that are not there are passed over.
+
+    Returns:
+        Where it is now: ``previous_<n>/`` in that folder; None when there was nothing to move.
+    """
+    existing = [run_dir / name for name in names if (run_dir / name).exists()]
     if not existing:
-        return
+        return None
     number = 1
     while (run_dir / f"previous_{number}").exists():
         number += 1
@@ -190,3 +199,4 @@ def _move_previous(run_dir: Path) -> None:
     folder.mkdir()
     for path in existing:
         path.rename(folder / path.name)
+    return folder

@@ -1,6 +1,5 @@
 """From a configuration to a running trainer: the one place where roles, engines and data are put together."""
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
@@ -8,14 +7,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_megatron.algorithms.kl import make_kl_controller
+from rlhf_megatron.checkpoint.saving import Stateful
 from rlhf_megatron.config.ppo import PPOConfig, SFTConfig
 from rlhf_megatron.config.resource_pool import pool_ranks
 from rlhf_megatron.config.roles import MegatronConfig, ModelConfig, OptimConfig
 from rlhf_megatron.config.trainer import LoopConfig
 from rlhf_megatron.data.batching import MicroBatchLimit
-from rlhf_megatron.data.datasets import Dataset, PromptRow, load_pairs, load_prompts
-from rlhf_megatron.data.loader import StatefulLoader, collate_prompts
-from rlhf_megatron.data.proto import DataProto
+from rlhf_megatron.data.datasets import load_pairs, load_prompts
+from rlhf_megatron.data.loader import StatefulLoader
 from rlhf_megatron.data.tokenise import padding_id
 from rlhf_megatron.engines.megatron_engine import EngineSpec, MegatronEngine
 from rlhf_megatron.errors import ConfigError, Violation
@@ -38,9 +37,11 @@ from rlhf_megatron.tracking.tracking import NullTracking, Tracking
 from rlhf_megatron.trainer.evaluation import Evaluator
 from rlhf_megatron.trainer.experience import Experience
 from rlhf_megatron.trainer.gates import Gates
+from rlhf_megatron.trainer.persistence import begin_run
 from rlhf_megatron.trainer.ppo_trainer import PPOTrainer, Workers
+from rlhf_megatron.trainer.prompts import PromptSource, validation_batches
 from rlhf_megatron.trainer.sft_trainer import SFTTrainer
-from rlhf_megatron.trainer.state import total_steps
+from rlhf_megatron.trainer.state import TrainState, total_steps
 from rlhf_megatron.weights.spread import Spreader
 
 
@@ -94,6 +95,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
 
     Collective over the world.
     """
+    begun = begin_run(config, runtime, stack)
     tokenizer = load_tokenizer(config.model)
     pad = padding_id(tokenizer)
     with phase("build_data"):
@@ -103,7 +105,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         manager = stack.enter_context(RewardManager(config.reward))
         source = PromptSource(prompts, config, pad)
         refuse_endless_warmup(config, len(source))
-        tracker = stack.enter_context(make_tracker(config, runtime.rank, len(source)))
+        tracker = stack.enter_context(make_tracker(config, runtime.rank, len(source), begun.resume_step))
         tracker.print(f"training prompts: {prompts.report}")
         if validation is not None:
             tracker.print(f"validation prompts: {validation.report}")
@@ -140,21 +142,33 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         if group is not None:
             tracker.print(group.describe())
     kl_controller = make_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
+    state = TrainState(total_steps=total_steps(config.trainer, len(source)))
+    parts: dict[str, Stateful] = {"progress": state, "rollout": rollout}
+    if kl_controller is not None:
+        parts["kl_controller"] = kl_controller
+    checkpoints = begun.checkpoints(
+        {role.name: (role.engine if role.is_member else None, role.layout) for role in (actor, critic)},
+        {"data.json": {"prompts": source}, "trainer.json": parts},
+        tracker,
+    )
     return PPOTrainer(
         config,
+        state,
         Workers(actor, critic, ref, rollout, reward, sync),
         source,
         Experience(config.algorithm, home, kl_controller),
         Evaluator(validation_batches(validation, config, pad), rollout, reward, home),
         Gates(config.trainer.gates, home),
+        checkpoints,
         tracker,
         make_timers(runtime),
-        TraceFile(config.trainer.default_local_dir) if config.trainer.trace and runtime.rank == 0 else None,
+        TraceFile(begun.run, begun.resume_step) if config.trainer.trace and runtime.rank == 0 else None,
     )
 
 
 def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrainer:
     """Puts the engine, the data and the trackers together. Collective over the world."""
+    begun = begin_run(config, runtime, stack)
     tokenizer = load_tokenizer(config.model)
     pad, data = padding_id(tokenizer), config.data
     with phase("build_data"):
@@ -162,7 +176,7 @@ def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrain
             load_pairs(data.train_files, data, tokenizer), data.train_batch_size, data.shuffle, data.seed
         )
         validation = load_pairs(data.val_files, data, tokenizer) if data.val_files else None
-        tracker = stack.enter_context(make_tracker(config, runtime.rank, len(loader)))
+        tracker = stack.enter_context(make_tracker(config, runtime.rank, len(loader), begun.resume_step))
         tracker.print(f"training pairs: {loader.dataset.report}")
     with phase("build_actor"):
         groups = build_groups(Layout.from_config(config.megatron, runtime.ranks))
@@ -185,7 +199,13 @@ def build_sft(config: SFTConfig, runtime: Runtime, stack: ExitStack) -> SFTTrain
     one_pass = None
     if validation is not None:
         one_pass = partial(StatefulLoader, validation, data.train_batch_size, False, data.seed, drop_last=False)
-    return SFTTrainer(config, engine, loader, one_pass, pad, tracker, make_timers(runtime))
+    state = TrainState(total_steps=total_steps(config.trainer, len(loader)))
+    checkpoints = begun.checkpoints(
+        {"actor": (engine, groups.layout)},
+        {"data.json": {"pairs": loader}, "trainer.json": {"progress": state}},
+        tracker,
+    )
+    return SFTTrainer(config, state, engine, loader, one_pass, pad, checkpoints, tracker, make_timers(runtime))
 
 
 class Roles:
@@ -289,50 +309,6 @@ class Roles:
         return MegatronEngine(spec, groups, self._runtime)
 
 
-class PromptSource:
-    """Endless batches of prompts, the same on every rank.
-
-    Args:
-        dataset: Training prompts.
-        config: Batch size, order and limits.
-        pad_token_id: Fills shorter prompts.
-    """
-
-    def __init__(self, dataset: Dataset[PromptRow], config: PPOConfig, pad_token_id: int):
-        data = config.data
-        self.loader = StatefulLoader(dataset, data.train_batch_size, data.shuffle, data.seed)
-        self._collate = partial(collate_prompts, pad_id=pad_token_id, max_prompt_length=data.max_prompt_length)
-
-    def __len__(self) -> int:
-        """Batches per pass over the prompts."""
-        return len(self.loader)
-
-    @property
-    def epoch(self) -> int:
-        """Pass over the prompts that the next batch belongs to, from 0."""
-        return self.loader.epoch
-
-    def next_batch(self) -> DataProto:
-        """The next batch."""
-        return self._collate(self.loader.next_batch())
-
-
-def validation_batches(
-    dataset: Dataset[PromptRow] | None, config: PPOConfig, pad_token_id: int
-) -> Callable[[], Iterator[DataProto]] | None:
-    """Gives one pass over the validation prompts at each call; None without any."""
-    if dataset is None:
-        return None
-    data = config.data
-
-    def one_pass() -> Iterator[DataProto]:
-        loader = StatefulLoader(dataset, data.val_batch_size or len(dataset), False, data.seed, drop_last=False)
-        for samples in loader:
-            yield collate_prompts(samples, pad_token_id, data.max_prompt_length)
-
-    return one_pass
-
-
 def refuse_endless_warmup(config: PPOConfig, batches_per_epoch: int) -> None:
     """Refuses a critic warm-up that leaves no step for the actor.
 
@@ -350,8 +326,10 @@ def make_timers(runtime: Runtime) -> Timers:
     return Timers(torch.cuda.synchronize if runtime.device.type == "cuda" else None)
 
 
-def make_tracker(config: PPOConfig | SFTConfig, rank: int, batches_per_epoch: int) -> Tracking | NullTracking:
-    """The tracker of rank 0; nothing on other ranks."""
+def make_tracker(
+    config: PPOConfig | SFTConfig, rank: int, batches_per_epoch: int, resume_step: int | None
+) -> Tracking | NullTracking:
+    """The tracker of rank 0; nothing on other ranks. It goes on after `resume_step`, unless that is None."""
     if rank != 0:
         return NullTracking()
     trainer = config.trainer
@@ -361,6 +339,7 @@ def make_tracker(config: PPOConfig | SFTConfig, rank: int, batches_per_epoch: in
         trainer.project_name,
         trainer.experiment_name,
         config.model_dump(mode="json"),
+        resume_step=resume_step,
         total_steps=total_steps(trainer, batches_per_epoch),
     )
 

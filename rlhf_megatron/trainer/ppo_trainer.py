@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from rlhf_megatron.checkpoint.hf_export import export_hf
+from rlhf_megatron.checkpoint.job import JobCheckpoints
 from rlhf_megatron.config.ppo import PPOConfig
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.parallel.collectives import all_gather_object
@@ -35,7 +36,7 @@ from rlhf_megatron.trainer.experience import Experience
 from rlhf_megatron.trainer.gates import Gates
 from rlhf_megatron.trainer.metrics import batch_metrics, global_tokens, sample_rows
 from rlhf_megatron.trainer.placement import to_home
-from rlhf_megatron.trainer.state import TrainState, total_steps
+from rlhf_megatron.trainer.state import TrainState
 
 
 @dataclass
@@ -81,11 +82,13 @@ class PPOTrainer:
 
     Args:
         config: The validated configuration.
+        state: Where the run stands, perhaps not at its beginning.
         workers: The roles.
         prompts: Endless batches of prompts; every rank sees the same ones.
         experience: From scores to advantages.
         evaluator: Validation.
         gates: Exactness gates.
+        checkpoints: What saves the run, and ends it when asked.
         tracker: Where metrics go (rank 0), or nowhere (other ranks).
         timers: Clock of the phases.
         trace: File of all phases of all ranks (rank 0), or None.
@@ -94,37 +97,41 @@ class PPOTrainer:
     def __init__(
         self,
         config: PPOConfig,
+        state: TrainState,
         workers: Workers,
         prompts: Prompts,
         experience: Experience,
         evaluator: Evaluator,
         gates: Gates,
+        checkpoints: JobCheckpoints,
         tracker: Tracker,
         timers: Timers,
         trace: TraceFile | None = None,
     ):
         self.config = config
+        self.state = state
         self.workers = workers
         self.prompts = prompts
         self.experience = experience
         self.evaluator = evaluator
         self.gates = gates
+        self.checkpoints = checkpoints
         self.tracker = tracker
         self.timers = timers
         self.trace = trace
-        self.state = TrainState(total_steps=total_steps(config.trainer, len(prompts)))
 
     def fit(self) -> TrainState:
-        """Trains until `total_training_steps` or `total_epochs`, validates, and exports the policy.
+        """Trains until `total_training_steps` or `total_epochs`, validates, saves what is due, and exports the policy.
 
         Returns:
             The final state, with all validation metrics.
 
-        Collective over the world. Raises GateError when a gate fails and NonFiniteError after too many skipped steps.
+        Collective over the world. Raises GateError when a gate fails, NonFiniteError after too many skipped steps, and
+        JobStopped when the run was asked to end early and has saved itself.
         """
-        if self.config.trainer.val_before_train:
+        if self.config.trainer.val_before_train and self.state.is_new:
             self.validate()
-        while not self.state.is_over:
+        while self.checkpoints.keeps_going(self.state):
             prompts = self.next_prompts()
             with self.timers("step"):
                 batch, metrics = self.train_step(prompts)

@@ -12,6 +12,7 @@ import torch
 from rlhf_megatron.algorithms.losses import BatchTotals, agg_loss
 from rlhf_megatron.algorithms.masked import masked_stat
 from rlhf_megatron.checkpoint.hf_export import export_hf
+from rlhf_megatron.checkpoint.job import JobCheckpoints
 from rlhf_megatron.config.ppo import SFTConfig
 from rlhf_megatron.data.batching import MicroBatchLimit, assign_rows
 from rlhf_megatron.data.loader import StatefulLoader, collate_pairs
@@ -22,7 +23,7 @@ from rlhf_megatron.parallel.failures import phase
 from rlhf_megatron.roles.scoring import response_log_probs
 from rlhf_megatron.tracking.timers import Timers
 from rlhf_megatron.tracking.tracking import Tracker
-from rlhf_megatron.trainer.state import TrainState, total_steps
+from rlhf_megatron.trainer.state import TrainState
 
 
 class SFTTrainer:
@@ -30,10 +31,12 @@ class SFTTrainer:
 
     Args:
         config: The validated configuration.
+        state: Where the run stands, perhaps not at its beginning.
         engine: A language model with an optimizer.
         loader: Training pairs; every rank sees the same ones.
         val_loader: Gives a fresh pass over the validation pairs at each call, or None.
         pad_token_id: Fills shorter rows.
+        checkpoints: What saves the run, and ends it when asked.
         tracker: Where metrics go (rank 0), or nowhere (other ranks).
         timers: Clock of the phases.
     """
@@ -41,14 +44,18 @@ class SFTTrainer:
     def __init__(
         self,
         config: SFTConfig,
+        state: TrainState,
         engine: MegatronEngine,
         loader: StatefulLoader,
         val_loader,
         pad_token_id: int,
+        checkpoints: JobCheckpoints,
         tracker: Tracker,
         timers: Timers,
     ):
         self.config = config
+        self.state = state
+        self.checkpoints = checkpoints
         self.engine = engine
         self.loader = loader
         self.val_loader = val_loader
@@ -60,13 +67,16 @@ class SFTTrainer:
             rows=config.data.micro_batch_size_per_gpu,
             tokens=config.data.max_token_len_per_gpu,
         )
-        self.state = TrainState(total_steps=total_steps(config.trainer, len(loader)))
 
     def fit(self) -> TrainState:
-        """Trains, validates and exports. Collective over the world."""
-        if self.config.trainer.val_before_train:
+        """Trains, validates, saves what is due, and exports.
+
+        Collective over the world. Raises JobStopped when the run was asked to end early and has saved itself.
+        """
+        if self.config.trainer.val_before_train and self.state.is_new:
             self.validate()
-        while not self.state.is_over:
+        while self.checkpoints.keeps_going(self.state):
+            self.state.epoch = self.loader.epoch
             with self.phase("step"):
                 metrics = self.train_step(collate_pairs(self.loader.next_batch(), self._pad_token_id))
             self.state.global_step += 1

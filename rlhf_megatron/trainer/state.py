@@ -1,6 +1,8 @@
 """All that outlives a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlhf_megatron.config.trainer import LoopConfig
 
@@ -24,6 +26,27 @@ class TrainState:
     actor_version: int = 0
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
     hf_folder: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold. The number of steps is not of it: that is for the configuration to say."""
+        return {
+            "global_step": self.global_step,
+            "epoch": self.epoch,
+            "actor_version": self.actor_version,
+            "validations": {str(step): metrics for step, metrics in self.validations.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.global_step = int(state["global_step"])
+        self.epoch = int(state["epoch"])
+        self.actor_version = int(state["actor_version"])
+        self.validations = {int(step): dict(metrics) for step, metrics in state["validations"].items()}
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was done yet: neither a step, nor the validation before the first one."""
+        return self.global_step == 0 and not self.validations
 
     @property
     def is_over(self) -> bool:
