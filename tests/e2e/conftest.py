@@ -51,6 +51,22 @@ class Inputs:
             *overrides,
         ]
 
+    def sft(self, *overrides: str) -> list[str]:
+        """The command line of a small fine-tuning run, tensor parallel over two ranks."""
+        return [
+            "+cluster=cpu_2",
+            "+parallel@megatron=tp2",
+            "megatron.dtype=float32",
+            f"model.path={self.model}",
+            f"data.train_files=[{self.pairs}]",
+            f"data.val_files=[{self.pairs}]",
+            "data.max_length=16",
+            "data.train_batch_size=8",
+            "optim.lr=3e-3",
+            "optim.eps=1e-3",
+            *overrides,
+        ]
+
     def on_pools(self, *overrides: str) -> list[str]:
         """The same with the critic on the first of two ranks and the actor on the second."""
         return [

@@ -28,6 +28,7 @@ class Job:
         seconds_after_first_end: From the end of the first rank to that of the last.
         folder: Folder of the run.
         log: What all ranks printed.
+        killed: Whether ranks were killed from outside.
     """
 
     codes: list[int]
@@ -35,6 +36,7 @@ class Job:
     seconds_after_first_end: float
     folder: Path
     log: str
+    killed: bool = False
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl of training steps."""
@@ -72,6 +74,8 @@ class Zygote:
         ranks: int = 2,
         timeout: float = 240.0,
         fault: dict[str, Any] | None = None,
+        kill: dict[str, Any] | None = None,
+        run: Path | None = None,
     ) -> Job:
         """Runs a job to its end.
 
@@ -80,18 +84,24 @@ class Zygote:
             arguments: Its command line; the folder of the run is added.
             ranks: Number of ranks.
             timeout: After how many seconds all ranks are killed, which fails the test.
-            fault: `rank`, `phase` and `kind` (raise, exit, kill) of a failure.
+            fault: `rank`, `phase` and `kind` (raise, exit, kill, SIGTERM, ...) of a failure, and at the `nth` time that
+                the phase is entered.
+            kill: When which ranks are killed from outside; see `zygote.Sniper`.
+            run: Folder of the run, of an earlier job perhaps; a new one by default.
         """
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir()
+        run = run or folder / "run"
         command = {
             "module": module,
-            "arguments": [*arguments, f"trainer.default_local_dir={folder}/run", f"trainer.n_gpus_per_node={ranks}"],
+            "arguments": [*arguments, f"trainer.default_local_dir={run}", f"trainer.n_gpus_per_node={ranks}"],
             "ranks": ranks,
             "folder": str(folder),
+            "run": str(run),
             "timeout": timeout,
             "fault": fault,
+            "kill": kill,
         }
         stdin = self._process.stdin
         if stdin is None:
@@ -102,7 +112,8 @@ class Zygote:
         log = "".join(f"--- rank {rank}\n" + (folder / f"rank{rank}.log").read_text() for rank in range(ranks))
         if answer["timed_out"]:
             raise AssertionError(f"the job ran into the time limit of {timeout} s\n{log[-6000:]}")
-        return Job(answer["codes"], answer["seconds"], answer["seconds_after_first_end"], folder / "run", log)
+        seconds = answer["seconds"], answer["seconds_after_first_end"]
+        return Job(answer["codes"], *seconds, run, log, answer["killed"])
 
     def close(self) -> None:
         """Ends the process."""

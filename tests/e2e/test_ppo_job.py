@@ -154,21 +154,9 @@ def assert_same_run(first: list[dict[str, Any]], second: list[dict[str, Any]]) -
 
 
 def test_sft(zygote: Zygote, inputs: Inputs) -> None:
-    arguments = [
-        "+cluster=cpu_2",
-        "megatron.dtype=float32",
-        f"model.path={inputs.model}",
-        f"data.train_files=[{inputs.pairs}]",
-        f"data.val_files=[{inputs.pairs}]",
-        "data.max_length=16",
-        "data.train_batch_size=8",
-        "optim.lr=3e-3",
-        "optim.eps=1e-3",
-        "trainer.total_epochs=4",
-    ]
     runs = []
     for layout in ("tp2", "tp1"):
-        job = zygote.run(SFT, [*arguments, f"+parallel@megatron={layout}"]).assert_ok()
+        job = zygote.run(SFT, inputs.sft("trainer.total_epochs=4", f"parallel@megatron={layout}")).assert_ok()
         losses = [row["train/loss"] for row in job.metrics()]
         assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
         assert (job.folder / "hf_model" / "config.json").exists()

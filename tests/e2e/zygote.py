@@ -9,12 +9,14 @@ Reads one JSON command per line from standard input, answers with one JSON line 
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -25,19 +27,22 @@ def import_everything() -> None:
 
 
 def inject(fault: dict[str, Any]) -> None:
-    """Makes one rank fail when it enters a phase: in this process only, before the entry runs."""
-    from rlhf_megatron.trainer import build, ppo_trainer
+    """Makes one rank fail when it enters a phase (for the `nth` time): in this process only, before the entry runs."""
+    from rlhf_megatron.checkpoint import job
+    from rlhf_megatron.trainer import build, persistence, ppo_trainer, sft_trainer
+
+    passes = itertools.count(1)
 
     @contextlib.contextmanager
     def phase(name: str):
         with original(name):
-            if name == fault["phase"]:
+            if name == fault["phase"] and next(passes) == fault.get("nth", 1):
                 strike(fault["kind"])
             yield
 
     original = ppo_trainer.phase
-    ppo_trainer.phase = phase
-    build.phase = phase
+    for module in (ppo_trainer, sft_trainer, build, persistence, job):
+        module.phase = phase
 
 
 def strike(kind: str) -> None:
@@ -48,6 +53,14 @@ def strike(kind: str) -> None:
         sys.exit(0)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind in ("SIGTERM", "SIGUSR1"):
+        os.kill(os.getpid(), signal.Signals[kind])
+    if kind == "twice":
+        os.kill(os.getpid(), signal.SIGTERM)
+        # What follows at once belongs to the first.
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.5)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def run_rank(command: dict[str, Any], rank: int, port: int) -> None:
@@ -93,6 +106,7 @@ def run_job(command: dict[str, Any]) -> dict[str, Any]:
     codes: dict[int, int] = {}
     ends: dict[int, float] = {}
     timed_out = False
+    sniper = Sniper(command.get("kill"), Path(command["run"]), begin)
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
@@ -103,13 +117,52 @@ def run_job(command: dict[str, Any]) -> dict[str, Any]:
             timed_out = True
             for child in children:
                 os.kill(child, signal.SIGKILL)
-        time.sleep(0.05)
+        if sniper.is_due():
+            for child in [child for child, rank in children.items() if rank in sniper.ranks]:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(sniper.pause)
     return {
         "codes": [codes[rank] for rank in sorted(codes)],
         "seconds": max(ends.values()),
         "seconds_after_first_end": max(ends.values()) - min(ends.values()),
         "timed_out": timed_out,
+        "killed": sniper.has_fired,
     }
+
+
+class Sniper:
+    """Decides when ranks are killed from outside.
+
+    Args:
+        kill: `ranks`, and `after` how many seconds: of the start, or, with `in_save`, of the moment at which the folder
+            of a checkpoint that is being written appears. None kills nobody.
+        run: Folder of the run.
+        begin: When the job was started.
+    """
+
+    def __init__(self, kill: dict[str, Any] | None, run: Path, begin: float):
+        self._run = run
+        self._after = kill["after"] if kill else 0.0
+        self._since = None if kill is None or kill["in_save"] else begin
+        self._waits_for_save = kill is not None and kill["in_save"]
+        self.ranks: list[int] = kill["ranks"] if kill else []
+        self.has_fired = False
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two questions."""
+        return 0.05 if self.has_fired or not self.ranks else 0.001
+
+    def is_due(self) -> bool:
+        """Whether the moment has come; true once."""
+        if self.has_fired or not self.ranks:
+            return False
+        if self._since is None and self._waits_for_save and any(self._run.glob(".global_step_*.writing")):
+            self._since = time.monotonic()
+        if self._since is None or time.monotonic() - self._since < self._after:
+            return False
+        self.has_fired = True
+        return True
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Each broken configuration gets its message, and several mistakes are all reported."""
 
 import pytest
+from broken_checkpoint import BROKEN_CHECKPOINTS, WHOLE_CHECKPOINTS
 from broken_ppo import ADAPTIVE_KL, BROKEN, GOOD, WHOLE, Broken
 from model_folders import write_model
 
@@ -34,7 +35,7 @@ def test_the_table_is_long_enough():
     assert len(BROKEN) >= 40
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda b: " ".join(b.overrides)[:80])
+@pytest.mark.parametrize("broken", (*BROKEN, *BROKEN_CHECKPOINTS), ids=lambda b: " ".join(b.overrides)[:80])
 def test_message(model, broken: Broken):
     found = violations(model, *broken.overrides)
     about = [str(v) for v in found if v.key == broken.key]
@@ -51,7 +52,7 @@ def test_message(model, broken: Broken):
     assert {key.rpartition(".")[2] for key in blamed} == {broken.key.rpartition(".")[2], *broken.also}, blamed
 
 
-@pytest.mark.parametrize("overrides", WHOLE, ids=lambda o: " ".join(o)[:80])
+@pytest.mark.parametrize("overrides", (*WHOLE, *WHOLE_CHECKPOINTS), ids=lambda o: " ".join(o)[:80])
 def test_not_refused(model, overrides):
     run(model, *overrides)
 

@@ -1,0 +1,121 @@
+"""Jobs that are killed at random moments and started again lose nothing that was saved, and end as if nothing had been.
+
+`KILLS` in the environment says how often each is killed; `KILL_SEED` repeats a sequence.
+"""
+
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.checkpoints import assert_same_records, assert_same_state, newest_whole
+from tests.e2e.conftest import Inputs
+from tests.e2e.jobs import Job, Zygote
+
+PPO, SFT = "rlhf_megatron.train_ppo", "rlhf_megatron.train_sft"
+SEED = int(os.environ.get("KILL_SEED", random.SystemRandom().randrange(10**6)))
+STEPS = 30
+SAVING = ("trainer.save_freq=1", "checkpoint.keep_last=2")
+
+
+def kills(usual: int) -> int:
+    """How many times a job is killed."""
+    return int(os.environ.get("KILLS", usual))
+
+
+class Assassin:
+    """Runs one job until it was killed so and so often, and checks what it goes on from each time.
+
+    Args:
+        zygote: Starts the jobs.
+        run: Folder of the run.
+        seed: Seed of the moments.
+        longest: Seconds until the latest kill, counted from a job's start.
+    """
+
+    def __init__(self, zygote: Zygote, run: Path, seed: int, longest: float):
+        self._zygote, self._run, self._longest = zygote, run, longest
+        self._generator = random.Random(seed)
+        self.in_saves = 0
+        self.survivors = 0
+
+    def kill(self, module: str, arguments: list[str]) -> Job:
+        """One job, killed: most of them in a save, half of them on all ranks."""
+        generator = self._generator
+        in_save = generator.random() < 0.6
+        # From the appearance of the hidden folder: through writing, hashing, naming and removing, into the next step.
+        after = generator.uniform(0, 0.25) if in_save else generator.uniform(0, self._longest)
+        ranks = generator.choice([[0, 1], [0, 1], [0], [1]])
+        before = newest_whole(self._run)
+        job = self._zygote.run(
+            module, arguments, run=self._run, kill={"in_save": in_save, "after": after, "ranks": ranks}
+        )
+        self.check(job, before)
+        assert job.killed, f"the job was over after {job.seconds:.1f} s, before it was to be killed\n{job.log[-3000:]}"
+        assert 0 not in job.codes and all(job.codes[rank] == -9 for rank in ranks if job.killed), job.log[-3000:]
+        assert job.seconds_after_first_end < 30
+        self.in_saves += in_save
+        self.survivors += len(ranks) == 1
+        return job
+
+    def check(self, job: Job, before: int | None) -> None:
+        """It went on from the newest whole checkpoint that was there, and what it said was saved is there now."""
+        resumed = [int(step) for step in re.findall(r"Goes on after step (\d+)", job.log)]
+        assert all(step == before for step in resumed), (before, job.log[-3000:])
+        if "Validation at step 0" in job.log:
+            assert before is None
+        saved = [int(step) for step in re.findall(r"Saved step (\d+):", job.log)]
+        now = newest_whole(self._run)
+        assert (now or 0) >= max([*saved, before or 0])
+
+
+def run_through(zygote: Zygote, module: str, arguments: list[str], run: Path, times: int, longest: float) -> None:
+    """Kills a job so many times, lets it come to its end, and looks for half-written things."""
+    print(f"KILL_SEED={SEED}")
+    assassin = Assassin(zygote, run, SEED, longest)
+    for _ in range(times):
+        assassin.kill(module, arguments)
+    before = newest_whole(run)
+    end = zygote.run(module, arguments, run=run).assert_ok()
+    assassin.check(end, before)
+    assert not list(run.glob(".global_step_*"))
+    print(f"killed {times} times, {assassin.in_saves} in saves, {assassin.survivors} on one rank; last from {before}")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["saved in place", "saved beside"])
+def test_fine_tuning_that_is_killed(zygote: Zygote, inputs: Inputs, tmp_path: Path, is_async: bool) -> None:
+    arguments = inputs.sft(
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=1",
+        "data.shuffle=true",
+        "checkpoint.keep_best.metric=val/loss",
+        "checkpoint.keep_best.mode=min",
+        *SAVING,
+        f"checkpoint.async_save={str(is_async).lower()}",
+    )
+    undisturbed = zygote.run(SFT, arguments, run=tmp_path / "undisturbed").assert_ok()
+    run = tmp_path / "run"
+    run_through(zygote, SFT, arguments, run, kills(5), longest=undisturbed.seconds / 2)
+    assert_same_records(undisturbed.folder, run)
+    last = f"global_step_{STEPS}"
+    assert_same_state(undisturbed.folder / last, run / last, ("actor",))
+    kept = [sorted(path.name for path in folder.glob("global_step_*")) for folder in (undisturbed.folder, run)]
+    assert kept[0] == kept[1]
+
+
+def test_ppo_that_is_killed(zygote: Zygote, inputs: Inputs, tmp_path: Path) -> None:
+    times = kills(2)
+    arguments = inputs.ppo(
+        f"trainer.total_training_steps={times + 2}",
+        "actor.optim.lr=1e-3",
+        "trainer.test_freq=2",
+        *SAVING,
+    )
+    undisturbed = zygote.run(PPO, arguments, run=tmp_path / "undisturbed").assert_ok()
+    run = tmp_path / "run"
+    run_through(zygote, PPO, arguments, run, times, longest=undisturbed.seconds / 2)
+    assert_same_records(undisturbed.folder, run)
+    last = f"global_step_{times + 2}"
+    assert_same_state(undisturbed.folder / last, run / last, ("actor", "critic"))
