@@ -339,7 +339,7 @@ def _source(shard: Shard, reader: TorchDistReader, vocab_size: int) -> str:
 
 
 def _fits(shard: Shard, stored: StoredTensor, vocab_size: int) -> bool:
-    if not shard.is_padded:
+    if not shard.is_padded or stored.shape == shard.whole:
         return stored.shape == shard.whole
     return stored.shape[1:] == shard.whole[1:] and stored.shape[0] >= vocab_size
 
