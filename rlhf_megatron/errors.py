@@ -62,6 +62,10 @@ class CheckpointError(RLHFError):
     """A checkpoint is damaged, incomplete, of another model or version, or cannot be written where it should be."""
 
 
+class OutputError(CheckpointError):
+    """A folder cannot be written where it should be: it exists, is locked, or its disk is full or read-only."""
+
+
 class RewardError(RLHFError):
     """A reward function raised, timed out or returned something that is not a score."""
 

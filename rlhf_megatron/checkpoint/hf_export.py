@@ -4,25 +4,23 @@ The folder gets the source folder's configuration (with the type of the new weig
 tokenizer and chat template. It is written aside and renamed, so it exists only when it is complete.
 """
 
-import contextlib
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from rlhf_megatron.checkpoint.companions import copy_companions
+from rlhf_megatron.checkpoint.new_folder import publish
 from rlhf_megatron.errors import RLHFError, WeightError
 from rlhf_megatron.models.build import unwrap
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.parallel.collectives import broadcast_object
 from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.weights.gather import iterate_hf
-from rlhf_megatron.weights.hf_files import DEFAULT_SHARD_BYTES, HFWriter, dtype_name
+from rlhf_megatron.weights.hf_files import DEFAULT_SHARD_BYTES, HFWriter
 
 BUCKET_BYTES = 2**30
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 def export_hf(
@@ -79,44 +77,13 @@ def export_hf(
         try:
             writer.finish()
             copy_companions(source_folder, aside, config_dtype, model.head)
-            _publish(aside, target)
+            publish(aside, target)
         except (OSError, RLHFError) as error:
             failure = f"{target}: {type(error).__name__}: {error}"
     if failure is not None:
         shutil.rmtree(aside, ignore_errors=True)
     _raise_everywhere(failure, groups)
     return target
-
-
-def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype, head: str = "lm") -> None:
-    """Copies all small files of a HuggingFace folder but its weights, and sets the type in ``config.json``.
-
-    Args:
-        source: A HuggingFace folder.
-        target: An existing folder.
-        dtype: Type of the weights in `target`.
-        head: ``value`` changes the architecture in ``config.json`` to sequence classification with one label.
-
-    Raises:
-        WeightError: The source has no readable ``config.json``.
-    """
-    source, target = Path(source), Path(target)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(file, target / file.name)
-    try:
-        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightError(f"{source / 'config.json'}: not readable ({error}).") from error
-    # transformers 5 writes "dtype", older versions "torch_dtype" and read only that.
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = dtype_name(dtype)
-    if head == "value":
-        config["architectures"] = [
-            name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()
-        ]
-        config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_target(target: Path, overwrite: bool) -> str | None:
@@ -130,28 +97,6 @@ def _start(aside: Path, max_shard_size: int) -> HFWriter:
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     return HFWriter(aside, max_shard_size)
-
-
-def _publish(aside: Path, target: Path) -> None:
-    with _out_of_the_way(target):
-        aside.rename(target)
-
-
-@contextlib.contextmanager
-def _out_of_the_way(target: Path) -> Iterator[None]:
-    """Moves an existing folder aside for the block, removes it afterwards, and puts it back if the block fails."""
-    old = target.with_name(f".{target.name}.old")
-    had = target.exists()
-    if had:
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    try:
-        yield
-    except BaseException:
-        if had:
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _raise_everywhere(failure: str | None, groups: Groups) -> None:

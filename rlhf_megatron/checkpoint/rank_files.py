@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # the index names this class (torch 2.13.0)
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -80,6 +81,16 @@ class WrittenChunk:
     length: int
 
 
+@dataclass(frozen=True)
+class WrittenObject:
+    """What is not a tensor and is in a file: its key, the file, its first byte there, and its length."""
+
+    key: str
+    file: str
+    position: int
+    length: int
+
+
 class ChunkWriter:
     """One file of rectangles.
 
@@ -132,13 +143,16 @@ class ChunkWriter:
         return self._stream.written()
 
 
-def close_checkpoint(folder: Path, chunks: Iterable[WrittenChunk], common: dict[str, Any]) -> dict[str, WrittenFile]:
+def close_checkpoint(
+    folder: Path, chunks: Iterable[WrittenChunk], common: dict[str, Any], objects: Iterable[WrittenObject] = ()
+) -> dict[str, WrittenFile]:
     """Writes what makes a folder of chunks a checkpoint.
 
     Args:
         folder: Where the chunks are.
         chunks: Those of all writers.
         common: What is no tensor; `torch.load(weights_only=True)` must be able to read it.
+        objects: What is neither a tensor nor common.
 
     Returns:
         The files that were written, by name.
@@ -150,7 +164,7 @@ def close_checkpoint(folder: Path, chunks: Iterable[WrittenChunk], common: dict[
     box = io.BytesIO()
     torch.save(common, box)
     contents = {
-        METADATA: safe_pickle.dumps(_index(chunks)),
+        METADATA: safe_pickle.dumps(_index(chunks, objects)),
         COMMON: box.getvalue(),
         CONFIG: json.dumps(_FORMAT).encode(),
     }
@@ -164,8 +178,9 @@ def close_checkpoint(folder: Path, chunks: Iterable[WrittenChunk], common: dict[
     return files
 
 
-def _index(chunks: Iterable[WrittenChunk]) -> Metadata:
+def _index(chunks: Iterable[WrittenChunk], objects: Iterable[WrittenObject]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {}
+    others: dict[str, BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     numbers: dict[str, int] = {}
     for chunk in chunks:
@@ -181,7 +196,10 @@ def _index(chunks: Iterable[WrittenChunk]) -> Metadata:
     for key, count in numbers.items():
         if count != tensors[key].size.numel():
             raise CheckpointError(f"{key} of shape {tuple(tensors[key].size)} was cut into parts of {count} numbers.")
-    return Metadata(state_dict_metadata=dict(tensors), planner_data={}, storage_data=places)
+    for item in objects:
+        others[item.key] = BytesStorageMetadata()
+        places[MetadataIndex(item.key)] = _StorageInfo(item.file, item.position, item.length)
+    return Metadata(state_dict_metadata={**tensors, **others}, planner_data={}, storage_data=places)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -5,7 +5,9 @@ Nothing in a folder is executed. Left out: pickled ``.bin`` files, which would b
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +21,30 @@ from rlhf_megatron.errors import WeightError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5 * 10**9
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types by their names in the header of a safetensors file."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where a tensor's bytes are: descriptor of the open file, offset of the first byte, type, bytes of a row."""
+
+    file: int
+    position: int
+    dtype: torch.dtype
+    row_bytes: int
 
 
 class HFReader:
@@ -39,6 +65,7 @@ class HFReader:
         self._stack = contextlib.ExitStack()
         self._handles: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._headers: dict[str, tuple[int, int, dict[str, Any]]] = {}
         try:
             self._open()
         except BaseException:
@@ -55,6 +82,8 @@ class HFReader:
         """Releases the files."""
         self._stack.close()
         self._handles.clear()
+        while self._headers:
+            os.close(self._headers.popitem()[1][0])
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""
@@ -100,6 +129,54 @@ class HFReader:
         if start == 0 and stop is None:
             return part[:] if part.get_shape() else self._handles[self._file_of[name]].get_tensor(name)
         return part[start:stop] if dim == 0 else part[:, start:stop]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor.
+
+        Raises:
+            WeightError: No such tensor, or a type that weights cannot have here (fp8 and the like).
+        """
+        return self._rows_of(name).dtype
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor, read into memory of their own: unlike :meth:`read`, no page of the file stays mapped.
+
+        Args:
+            name: Tensor name.
+            start: First row.
+            stop: One past the last.
+
+        Raises:
+            WeightError: No such tensor, or the file cannot be read.
+        """
+        place, shape = self._rows_of(name), self.shape(name)
+        target = torch.empty((stop - start, *shape[1:]), dtype=place.dtype)
+        view: Any = memoryview(target.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        done, position = 0, place.position + start * place.row_bytes
+        while done < len(view):
+            try:
+                count = os.preadv(place.file, [view[done:]], position + done)
+            except OSError as error:
+                raise WeightError(f"{self.file_of(name)}: could not be read ({error}).") from error
+            if not count:
+                raise WeightError(f"{self.file_of(name)}: ends within {name}. It was truncated while it was read.")
+            done += count
+        return target
+
+    def _rows_of(self, name: str) -> _Rows:
+        file = self.file_of(name)
+        if file.name not in self._headers:
+            # safetensors has checked the header when it opened the file.
+            descriptor = os.open(file, os.O_RDONLY)
+            size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            self._headers[file.name] = descriptor, 8 + size, json.loads(os.pread(descriptor, size, 8))
+        descriptor, data, header = self._headers[file.name]
+        entry = header[name]
+        if entry["dtype"] not in DTYPES:
+            raise WeightError(f"{file}: {name} is of type {entry['dtype']}; must be one of {', '.join(DTYPES)}.")
+        begin, end = entry["data_offsets"]
+        rows = entry["shape"][0] if entry["shape"] else 1
+        return _Rows(descriptor, data + begin, DTYPES[entry["dtype"]], (end - begin) // max(rows, 1))
 
     def _slice(self, name: str) -> Any:
         self.file_of(name)

@@ -85,6 +85,13 @@ def segments(slicing: Slicing, rank: int, tp: int) -> tuple[Segment, ...]:
     return (Segment(0, start, stop, 0),) if start < stop else ()
 
 
+def row_segments(slicing: Slicing) -> tuple[Segment, ...]:
+    """The slices, by rows whatever the cut, that make up the whole parameter, as one rank alone would hold it."""
+    if slicing.dim == 1:
+        return (Segment(0, 0, slicing.shapes[0][0], 0),)
+    return segments(slicing, 0, 1)
+
+
 def _qkv_segments(slicing: Slicing, start: int, stop: int) -> tuple[Segment, ...]:
     """Rows `start` to `stop` of the interleaved matrix: per group its query heads, one key head, one value head."""
     groups = slicing.shapes[1][0] // slicing.head_dim
