@@ -5,6 +5,7 @@ most a hidden folder, which the next start removes. Removing begins with a renam
 process, which holds the run's lock (`lock.py`).
 """
 
+import json
 import re
 import shutil
 from collections.abc import Collection
@@ -14,6 +15,7 @@ from rlhf_megatron.checkpoint.manifest import read_manifest, sync_folder, write_
 from rlhf_megatron.errors import CheckpointError, DamagedCheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
+STOPPED = "stopped.json"
 _STEP = re.compile(r"global_step_(0|[1-9]\d*)")
 _LEFT_OVER = re.compile(r"\.global_step_\d+\.(writing|removing)")
 
@@ -117,6 +119,17 @@ class CheckpointFolder:
         shutil.rmtree(hidden, ignore_errors=True)
         self.path(step).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+    def mark_stopped(self, **facts: object) -> None:
+        """Leaves word, for whoever starts jobs, that the run has saved itself and wants to be started again.
+
+        The exit status says it, too, but torchrun passes none on.
+        """
+        write_durably(self.run / STOPPED, json.dumps(facts) + "\n")
+
+    def unmark_stopped(self) -> None:
+        """The run has been started again."""
+        (self.run / STOPPED).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
         """Names in the run's folder of all that belongs to checkpoints."""

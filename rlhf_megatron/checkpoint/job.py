@@ -140,6 +140,9 @@ class JobCheckpoints:
             if reason:
                 self.finish()
                 self._stop.disarm()
+                with agreed():
+                    if dist.get_rank() == 0:
+                        self._store.mark_stopped(status=EXIT_SAVED, step=progress.global_step, reason=reason)
                 self._tracker.print(f"The run ends with status {EXIT_SAVED}, to be started again: {reason}.")
                 raise JobStopped(reason, EXIT_SAVED)
             if progress.is_over:

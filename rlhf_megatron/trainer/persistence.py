@@ -103,6 +103,7 @@ def begin_run(
             if runtime.rank == 0:
                 stack.enter_context(run_lock(run, config.checkpoint.lock_wait_s, say))
                 store.remove_left_overs()
+                store.unmark_stopped()
         with agreed():
             models = {
                 name: (folder, shape_facts(folder, config.model.trust_remote_code))

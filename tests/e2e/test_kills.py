@@ -16,7 +16,6 @@ from tests.e2e.jobs import Job, Zygote
 
 PPO, SFT = "rlhf_megatron.train_ppo", "rlhf_megatron.train_sft"
 SEED = int(os.environ.get("KILL_SEED", random.SystemRandom().randrange(10**6)))
-STEPS = 30
 SAVING = ("trainer.save_freq=1", "checkpoint.keep_last=2")
 
 
@@ -32,11 +31,15 @@ class Assassin:
         zygote: Starts the jobs.
         run: Folder of the run.
         seed: Seed of the moments.
-        longest: Seconds until the latest kill, counted from a job's start.
+        undisturbed: The same job with nothing done to it, from which the moments are taken.
     """
 
-    def __init__(self, zygote: Zygote, run: Path, seed: int, longest: float):
-        self._zygote, self._run, self._longest = zygote, run, longest
+    def __init__(self, zygote: Zygote, run: Path, seed: int, undisturbed: Job):
+        self._zygote, self._run = zygote, run
+        last, before = (undisturbed.folder / f"global_step_{step}" for step in newest_two(undisturbed.folder))
+        self._cycle = last.stat().st_ctime - before.stat().st_ctime
+        # Some steps after the start, as far as one can tell.
+        self._longest = undisturbed.seconds - (int(last.name.rpartition("_")[2]) - 4) * self._cycle
         self._generator = random.Random(seed)
         self.in_saves = 0
         self.survivors = 0
@@ -46,7 +49,7 @@ class Assassin:
         generator = self._generator
         in_save = generator.random() < 0.6
         # From the appearance of the hidden folder: through writing, hashing, naming and removing, into the next step.
-        after = generator.uniform(0, 0.25) if in_save else generator.uniform(0, self._longest)
+        after = generator.uniform(0, 1.2 * self._cycle if in_save else self._longest)
         ranks = generator.choice([[0, 1], [0, 1], [0], [1]])
         before = newest_whole(self._run)
         job = self._zygote.run(
@@ -71,10 +74,15 @@ class Assassin:
         assert (now or 0) >= max([*saved, before or 0])
 
 
-def run_through(zygote: Zygote, module: str, arguments: list[str], run: Path, times: int, longest: float) -> None:
+def newest_two(run: Path) -> list[int]:
+    """The two highest steps that have a folder, the highest first."""
+    return sorted((int(path.name.rpartition("_")[2]) for path in run.glob("global_step_*")), reverse=True)[:2]
+
+
+def run_through(zygote: Zygote, module: str, arguments: list[str], undisturbed: Job, run: Path, times: int) -> None:
     """Kills a job so many times, lets it come to its end, and looks for half-written things."""
     print(f"KILL_SEED={SEED}")
-    assassin = Assassin(zygote, run, SEED, longest)
+    assassin = Assassin(zygote, run, SEED, undisturbed)
     for _ in range(times):
         assassin.kill(module, arguments)
     before = newest_whole(run)
@@ -86,8 +94,10 @@ def run_through(zygote: Zygote, module: str, arguments: list[str], run: Path, ti
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["saved in place", "saved beside"])
 def test_fine_tuning_that_is_killed(zygote: Zygote, inputs: Inputs, tmp_path: Path, is_async: bool) -> None:
+    times = kills(5)
+    steps = 4 * times + 6
     arguments = inputs.sft(
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "trainer.test_freq=1",
         "data.shuffle=true",
         "checkpoint.keep_best.metric=val/loss",
@@ -97,9 +107,9 @@ def test_fine_tuning_that_is_killed(zygote: Zygote, inputs: Inputs, tmp_path: Pa
     )
     undisturbed = zygote.run(SFT, arguments, run=tmp_path / "undisturbed").assert_ok()
     run = tmp_path / "run"
-    run_through(zygote, SFT, arguments, run, kills(5), longest=undisturbed.seconds / 2)
+    run_through(zygote, SFT, arguments, undisturbed, run, times)
     assert_same_records(undisturbed.folder, run)
-    last = f"global_step_{STEPS}"
+    last = f"global_step_{steps}"
     assert_same_state(undisturbed.folder / last, run / last, ("actor",))
     kept = [sorted(path.name for path in folder.glob("global_step_*")) for folder in (undisturbed.folder, run)]
     assert kept[0] == kept[1]
@@ -107,15 +117,16 @@ def test_fine_tuning_that_is_killed(zygote: Zygote, inputs: Inputs, tmp_path: Pa
 
 def test_ppo_that_is_killed(zygote: Zygote, inputs: Inputs, tmp_path: Path) -> None:
     times = kills(2)
+    steps = 3 * times + 2
     arguments = inputs.ppo(
-        f"trainer.total_training_steps={times + 2}",
+        f"trainer.total_training_steps={steps}",
         "actor.optim.lr=1e-3",
         "trainer.test_freq=2",
         *SAVING,
     )
     undisturbed = zygote.run(PPO, arguments, run=tmp_path / "undisturbed").assert_ok()
     run = tmp_path / "run"
-    run_through(zygote, PPO, arguments, run, times, longest=undisturbed.seconds / 2)
+    run_through(zygote, PPO, arguments, undisturbed, run, times)
     assert_same_records(undisturbed.folder, run)
-    last = f"global_step_{times + 2}"
+    last = f"global_step_{steps}"
     assert_same_state(undisturbed.folder / last, run / last, ("actor", "critic"))

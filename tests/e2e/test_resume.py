@@ -70,6 +70,7 @@ def test_two_restarts_change_nothing(
     assert_stopped(again, 5, "rank 0 received SIGUSR1")
     assert f"Goes on after step 3, from {run}/global_step_3" in again.log
     end = zygote.run(PPO, inputs.ppo(*SIX_STEPS, "trainer.save_freq=6"), run=run).assert_ok()
+    assert not (run / "stopped.json").exists()
     assert "changed since then: trainer.save_freq: -1 -> 6" in end.log
     assert_same_state(straight.folder / "global_step_6", run / "global_step_6", ROLES)
     assert_same_records(straight.folder, run)
