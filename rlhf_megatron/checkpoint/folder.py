@@ -125,6 +125,7 @@ class CheckpointFolder:
 
         The exit status says it, too, but torchrun passes none on.
         """
+        self.run.mkdir(parents=True, exist_ok=True)
         write_durably(self.run / STOPPED, json.dumps(facts) + "\n")
 
     def unmark_stopped(self) -> None:

@@ -50,7 +50,8 @@ class Assassin:
         in_save = generator.random() < 0.6
         # From the appearance of the hidden folder: through writing, hashing, naming and removing, into the next step.
         after = generator.uniform(0, 1.2 * self._cycle if in_save else self._longest)
-        ranks = generator.choice([[0, 1], [0, 1], [0], [1]])
+        # Before ranks have joined, only a launcher could tell one that another is gone.
+        ranks = generator.choice([[0, 1], [0], [1]]) if in_save else [0, 1]
         before = newest_whole(self._run)
         job = self._zygote.run(
             module, arguments, run=self._run, kill={"in_save": in_save, "after": after, "ranks": ranks}
