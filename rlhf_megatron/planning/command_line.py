@@ -12,7 +12,7 @@ from rlhf_megatron.config.command_line import refuse
 from rlhf_megatron.config.compose import compose_mapping
 from rlhf_megatron.config.ppo import PPOConfig
 from rlhf_megatron.config.validate import validate_mapping
-from rlhf_megatron.errors import ConfigError, Violation
+from rlhf_megatron.errors import ConfigError, RLHFError, Violation
 from rlhf_megatron.planning.as_json import to_json
 from rlhf_megatron.planning.gpus import GPU, GPUS, Assumptions
 from rlhf_megatron.planning.page import to_html
@@ -28,6 +28,15 @@ def run(argv: Sequence[str]) -> None:
     Args:
         argv: Arguments without the program's name.
     """
+    try:
+        _run(argv)
+    except RLHFError as error:
+        # A rule that configurations are not checked against: no traceback of ours.
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _run(argv: Sequence[str]) -> None:
     options, overrides = _parser().parse_known_intermixed_args(argv)
     unknown = [text for text in overrides if text.startswith("-")]
     overrides = [*options.overrides, *(text for text in overrides if text not in unknown)]

@@ -276,6 +276,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
         f"Reserve: {assumed.reserve_gib:.1f} GiB for the CUDA context, NCCL and fragments. CUDA graphs: 1 GiB. "
         "Rewards, validation and checkpoints are not in the time."
     )
+    if plan.workload.config.trainer.device == "cpu":
+        yield "trainer.device is cpu: what is said of vLLM's memory and of times is for GPUs of the kind above."
     if any(role.megatron.fp8 is not None for role in plan.workload.roles):
         yield "fp8: parameters and times are counted as bf16."
 

@@ -54,12 +54,24 @@ def test_nothing_read_from_disk_can_carry_code():
             assert not {n for n in imports(file) if n.partition(".")[0] in ("pickle", "dill", "cloudpickle")}, file
 
 
+def test_planning_is_arithmetic():
+    """A plan is made on a login node: no torch, and nothing that computes with it."""
+    light = ("config", "errors", "models.hf_config", "models.vocabulary", "parallel.layout", "planning", "weights")
+    for file in (ROOT / "rlhf_megatron" / "planning").glob("*.py"):
+        for name in imports(file):
+            assert name.partition(".")[0] not in ("torch", "transformers", "megatron", "vllm"), f"{file.name}: {name}"
+            if name.startswith("rlhf_megatron."):
+                assert name.removeprefix("rlhf_megatron.").startswith(light), f"{file.name}: {name}"
+
+
 def test_entries_import_nothing_heavy_at_the_top():
     """A broken configuration must be refused before torch is even read from disk."""
-    for file in (ROOT / "rlhf_megatron").glob("train_*.py"):
+    for file in [*(ROOT / "rlhf_megatron").glob("train_*.py"), ROOT / "rlhf_megatron" / "plan.py"]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         for node in top:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             for name in names:
-                assert name in ("sys", "os") or name.startswith("rlhf_megatron.config"), f"{file.name}: {name}"
+                assert name in ("sys", "os") or name.startswith(("rlhf_megatron.config", "rlhf_megatron.planning")), (
+                    f"{file.name}: {name}"
+                )
