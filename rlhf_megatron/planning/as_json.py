@@ -39,6 +39,7 @@ def to_json(plan: Plan, name: str) -> dict[str, Any]:
         "generation": asdict(plan.generation),
         "sync": asdict(plan.traffic) | {"ratio": plan.traffic.ratio},
         "time": asdict(plan.time),
+        "checkpoints": asdict(plan.checkpoints),
         "warnings": [asdict(advice) for advice in plan.advice],
         "assumptions": {"numbers": asdict(plan.assumptions), "text": list(assumptions(plan))},
     }

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_megatron.config.ppo import PPOConfig
 from rlhf_megatron.planning.advice import Advice, advise
+from rlhf_megatron.planning.checkpoints import CheckpointPlan, plan_checkpoints
 from rlhf_megatron.planning.generation import Generation, plan_generation
 from rlhf_megatron.planning.gpus import GIB, GPU, Assumptions
 from rlhf_megatron.planning.memory import PhaseMemory, RoleState, phase_memory, role_states
@@ -26,6 +27,7 @@ class Plan:
         memory: The heaviest rank of each phase.
         traffic: Bytes of a weight sync.
         time: Estimate of a step.
+        checkpoints: What they take on disk.
         advice: What to look at.
     """
 
@@ -37,6 +39,7 @@ class Plan:
     memory: tuple[PhaseMemory, ...]
     traffic: Traffic
     time: StepTime
+    checkpoints: CheckpointPlan
     advice: tuple[Advice, ...]
 
     @property
@@ -85,5 +88,6 @@ def make_plan(config: PPOConfig, gpu: GPU, assumptions: Assumptions) -> Plan:
         memory,
         traffic,
         step_time(workload, generation, traffic, gpu, assumptions),
+        plan_checkpoints(workload),
         tuple(advise(workload, generation, memory, memory_bytes)),
     )

@@ -60,6 +60,7 @@ def sections(plan: Plan) -> list[Section]:
         generation,
         sync,
         time,
+        checkpoints,
     )
     return [section for section in (make(plan) for make in makers) if section is not None]
 
@@ -236,6 +237,25 @@ def time(plan: Plan) -> Section:
     rows.append(["step", f"{total:.1f}", "100 %", f"{plan.time.tokens_per_gpu:.0f} tokens/s/GPU"])
     columns = ("phase", "seconds~", "share", "made of")
     return Section("time", "Time of a step (estimate)", columns, rows, (), (0, 3))
+
+
+def checkpoints(plan: Plan) -> Section | None:
+    """What is saved, how often, and what that takes on disk."""
+    saved = plan.checkpoints
+    if saved.every is None:
+        return None
+    every = f"every {saved.every} steps, about {saved.every * plan.time.seconds / 60:.0f} minutes"
+    rows = [
+        ["weights", gib(saved.model)],
+        ["optimizer", gib(saved.optimizer)],
+        *([["HuggingFace folders", gib(saved.huggingface)]] if saved.huggingface else []),
+        ["one checkpoint", gib(saved.total)],
+    ]
+    if saved.kept is not None:
+        # The oldest goes only when the newest is complete.
+        rows.append([f"{saved.kept} that are kept, and one being written", gib((saved.kept + 1) * saved.total)])
+    notes = [] if saved.kept is not None else ["All are kept: checkpoint.keep_last is null."]
+    return Section("checkpoints", f"Checkpoints ({every})", ("on disk", "GiB~"), rows, notes)
 
 
 def assumptions(plan: Plan) -> Iterator[str]:

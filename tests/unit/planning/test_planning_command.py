@@ -113,7 +113,7 @@ def test_json_keeps_its_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(plan) == {
         "schema_version", "experiment", "nodes", "gpus_per_node", "gpu", "fits", "headroom", "memory_bytes", "peak",
         "roles", "placement", "lengths", "samples", "batches", "memory", "role_memory", "generation", "sync", "time",
-        "warnings", "assumptions",
+        "checkpoints", "warnings", "assumptions",
     }  # fmt: skip
     assert set(plan["memory"]["gen"]) == {"phase", "rank", "place", "active", "parts", "total", "on_device"}
     assert set(plan["memory"]["gen"]["parts"]) == {

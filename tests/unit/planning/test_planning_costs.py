@@ -211,3 +211,15 @@ def test_time_follows_what_it_is_made_of(plan70: Plan) -> None:
     # 64 GPUs: 3 x 2 x 70.0e9 x 4.19e6 tokens, and 3 x 2 x 80 x 8,192 x 4,096 x 4.19e6 of attention, at half of
     # 989e12: 61 s of products; exchanges and the pipeline add some.
     assert 61 < times["update_actor"] < 1.6 * 61
+
+
+def test_checkpoints_on_disk(plan70: Plan) -> None:
+    """bf16 weights and 12 bytes of masters and moments for each parameter of actor and critic (8B without its output
+    layer, with a scalar head)."""
+    numel = 70_553_706_496 + 8_030_261_248 - 128256 * 4096 + 4096
+    assert (plan70.checkpoints.model, plan70.checkpoints.optimizer) == (2 * numel, 12 * numel)
+    without = plan_of(
+        "ppo_70b", "checkpoint.save_contents=[model,hf_model]", "checkpoint.load_contents=[model]"
+    ).checkpoints
+    assert (without.total, without.optimizer) == (4 * numel, 0)
+    assert plan_of("ppo_70b", "trainer.save_freq=-1", "~checkpoint").checkpoints.every is None
