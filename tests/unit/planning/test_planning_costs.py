@@ -219,7 +219,7 @@ def test_checkpoints_on_disk(plan70: Plan) -> None:
     numel = 70_553_706_496 + 8_030_261_248 - 128256 * 4096 + 4096
     assert (plan70.checkpoints.model, plan70.checkpoints.optimizer) == (2 * numel, 12 * numel)
     without = plan_of(
-        "ppo_70b", "checkpoint.save_contents=[model,hf_model]", "checkpoint.load_contents=[model]"
+        "ppo_70b", "checkpoint.save_contents=[model,extra,hf_model]", "checkpoint.load_contents=[model,extra]"
     ).checkpoints
     assert (without.total, without.optimizer) == (4 * numel, 0)
     assert plan_of("ppo_70b", "trainer.save_freq=-1", "~checkpoint").checkpoints.every is None
