@@ -49,11 +49,11 @@ class WrittenFile:
 
     Attributes:
         size: Bytes.
-        sha256: Hexadecimal digest of its content.
+        blake2b: BLAKE2b of its content (32 bytes, hexadecimal).
     """
 
     size: int
-    sha256: str
+    blake2b: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class WrittenChunk:
 
 @dataclass(frozen=True)
 class WrittenObject:
-    """What is not a tensor and is in a file: its key, the file, its first byte there, and its length."""
+    """What is no tensor and is in a file, with the position of its first byte and its length."""
 
     key: str
     file: str
@@ -92,14 +92,15 @@ class WrittenObject:
 
 
 class ChunkWriter:
-    """One file of rectangles.
+    """One file of rectangles, and of objects that Megatron has a place for.
 
     Args:
         folder: An existing folder.
         index: Number of this writer; no two writers of a checkpoint have the same.
 
     Attributes:
-        chunks: What has been written.
+        chunks: The rectangles that have been written.
+        objects: The others.
 
     Raises:
         FileExistsError: There is such a file already.
@@ -108,6 +109,7 @@ class ChunkWriter:
     def __init__(self, folder: Path, index: int):
         self.name = f"__{index}_0.distcp"
         self.chunks: list[WrittenChunk] = []
+        self.objects: list[WrittenObject] = []
         self._stream = _HashedFile(folder / self.name)
 
     def __enter__(self) -> "ChunkWriter":
@@ -138,6 +140,20 @@ class ChunkWriter:
         place = (self.name, position, length)
         self.chunks.append(WrittenChunk(key, tensor.dtype, tuple(whole), tuple(offset), tuple(tensor.shape), *place))
 
+    def write_object(self, key: str, content: bytes) -> None:
+        """Appends what is no tensor.
+
+        Args:
+            key: Its name, with Megatron's ``/shard_...`` at the end.
+            content: What `torch.save` makes of a list of it alone.
+
+        Raises:
+            OSError: The disk is full, or fails.
+        """
+        position = self._stream.size
+        self._stream.write(content)
+        self.objects.append(WrittenObject(key, self.name, position, len(content)))
+
     def written(self) -> WrittenFile:
         """What the file is. Call it after the end of the `with` block."""
         return self._stream.written()
@@ -152,7 +168,7 @@ def close_checkpoint(
         folder: Where the chunks are.
         chunks: Those of all writers.
         common: What is no tensor; `torch.load(weights_only=True)` must be able to read it.
-        objects: What is neither a tensor nor common.
+        objects: What is neither a tensor nor common, of all writers.
 
     Returns:
         The files that were written, by name.
@@ -180,7 +196,6 @@ def close_checkpoint(
 
 def _index(chunks: Iterable[WrittenChunk], objects: Iterable[WrittenObject]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {}
-    others: dict[str, BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     numbers: dict[str, int] = {}
     for chunk in chunks:
@@ -196,6 +211,7 @@ def _index(chunks: Iterable[WrittenChunk], objects: Iterable[WrittenObject]) -> 
     for key, count in numbers.items():
         if count != tensors[key].size.numel():
             raise CheckpointError(f"{key} of shape {tuple(tensors[key].size)} was cut into parts of {count} numbers.")
+    others = {}
     for item in objects:
         others[item.key] = BytesStorageMetadata()
         places[MetadataIndex(item.key)] = _StorageInfo(item.file, item.position, item.length)
@@ -216,7 +232,7 @@ class _HashedFile:
 
     def __init__(self, path: Path):
         self._file = path.open("xb", buffering=0)
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.blake2b(digest_size=32)
         self.size = 0
 
     def write(self, data: bytes) -> int:

@@ -23,23 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.checkpoint.rank_files import ChunkWriter, WrittenChunk, WrittenFile, close_checkpoint
-from rlhf_megatron.checkpoint.torch_dist_files import TorchDistReader
-from rlhf_megatron.checkpoint.torch_dist_metadata import StoredTensor
+from rlhf_megatron.checkpoint.load_plan import LoadPlan, role_shards
+from rlhf_megatron.checkpoint.rank_files import ChunkWriter, WrittenChunk, WrittenFile, WrittenObject, close_checkpoint
+from rlhf_megatron.engines.counters import common_state, optimizer_step, set_step
 from rlhf_megatron.engines.megatron_engine import MegatronEngine
-from rlhf_megatron.engines.state import (
-    MODEL_FACTS,
-    Shard,
-    common_state,
-    finish_loading,
-    load_common,
-    model_shards,
-    optimizer_shards,
-    optimizer_step,
-    require_trainable,
-    saved_step,
-    set_step,
-)
+from rlhf_megatron.engines.state import Shard, model_objects, require_trainable
 from rlhf_megatron.errors import CheckpointError
 from rlhf_megatron.parallel.collectives import all_gather_object, broadcast_object
 
@@ -53,6 +41,7 @@ class _Result:
     """What one rank's writing came to."""
 
     chunks: list[WrittenChunk]
+    objects: list[WrittenObject]
     step: int
     error: str | None
 
@@ -73,6 +62,7 @@ class PendingSave:
         self._common = common
         self._step = step
         self._chunks: list[WrittenChunk] = []
+        self._objects: list[WrittenObject] = []
         self._files: dict[str, WrittenFile] = {}
         self._error: str | None = None
         self._outcome: str | None = None
@@ -104,7 +94,7 @@ class PendingSave:
         if self._outcome is not None:
             raise CheckpointError(self._outcome)
 
-    def _write(self, shards: Sequence[Shard]) -> None:
+    def _write(self, shards: Sequence[Shard], objects: Sequence[tuple[str, bytes]]) -> None:
         """Writes this rank's file; an error waits for :meth:`wait`, where the other ranks hear of it, too."""
         rank = self._engine.groups.rank
         try:
@@ -112,16 +102,20 @@ class PendingSave:
             with ChunkWriter(self._folder, self._engine.layout.index_of(rank)) as writer:
                 for shard in shards:
                     writer.write(shard.key, shard.whole, shard.offset, shard.tensor)
+                for key, content in objects:
+                    writer.write_object(key, content)
             self._files[writer.name] = writer.written()
-            self._chunks = writer.chunks
+            self._chunks, self._objects = writer.chunks, writer.objects
             self.bytes_written = writer.written().size
         except OSError as error:
             self._error = f"rank {rank}: {_explain(error, self._folder, shards)}"
         except Exception as error:  # raised again on all ranks by `wait`
             self._error = f"rank {rank}: {type(error).__name__}: {error}"
 
-    def _start(self, shards: Sequence[Shard]) -> None:
-        self._thread = threading.Thread(target=self._write, args=(shards,), name="checkpoint-writer", daemon=True)
+    def _start(self, shards: Sequence[Shard], objects: Sequence[tuple[str, bytes]]) -> None:
+        self._thread = threading.Thread(
+            target=self._write, args=(shards, objects), name="checkpoint-writer", daemon=True
+        )
         self._thread.start()
 
     def _close(self) -> str | None:
@@ -129,7 +123,9 @@ class PendingSave:
         group, ranks = self._engine.groups.all, self._engine.layout.ranks
         is_first = self._engine.groups.rank == ranks[0]
         results: list[Any] | None = [None] * len(ranks) if is_first else None
-        dist.gather_object(_Result(self._chunks, self._step, self._error), results, dst=ranks[0], group=group)
+        dist.gather_object(
+            _Result(self._chunks, self._objects, self._step, self._error), results, dst=ranks[0], group=group
+        )
         outcome = None
         if results is not None and self._common is not None:
             errors = [result.error for result in results if result.error is not None]
@@ -137,7 +133,8 @@ class PendingSave:
                 try:
                     set_step(self._common, max(result.step for result in results))
                     chunks = [chunk for result in results for chunk in result.chunks]
-                    self._files |= close_checkpoint(self._folder, chunks, self._common)
+                    objects = [item for result in results for item in result.objects]
+                    self._files |= close_checkpoint(self._folder, chunks, self._common, objects)
                 except OSError as error:
                     errors.append(f"rank {ranks[0]}: {_explain(error, self._folder, ())}")
                 except CheckpointError as error:
@@ -175,15 +172,16 @@ def save_role(engine: MegatronEngine, folder: Path, contents: Collection[str], *
     if with_optimizer:
         require_trainable(engine)
     with engine.resident(train=with_optimizer), engine.context.active():
-        shards = _shards(engine, with_model, with_optimizer)
+        shards = role_shards(engine, with_model, with_optimizer)
         shards = [shard for shard in shards if shard.is_main]
+        objects = model_objects(engine) if with_model else []
         step = optimizer_step(engine) if with_optimizer else 0
         common = common_state(engine, with_optimizer=with_optimizer)
         save = PendingSave(engine, folder, common, step)
         if asynchronous:
-            save._start(_staged(shards))
+            save._start(_staged(shards), objects)
         else:
-            save._write(shards)
+            save._write(shards, objects)
     if not asynchronous:
         save.wait()
     save.seconds_blocked = time.monotonic() - began
@@ -212,49 +210,8 @@ def load_role(engine: MegatronEngine, folder: Path, contents: Collection[str]) -
     if with_optimizer:
         require_trainable(engine)
     with engine.resident(train=engine.trainable is not None), engine.context.active(), ExitStack() as stack:
-        plan = _together(engine, lambda: stack.enter_context(_LoadPlan(engine, folder, with_model, with_optimizer)), "")
+        plan = _together(engine, lambda: stack.enter_context(LoadPlan(engine, folder, with_model, with_optimizer)), "")
         _together(engine, plan.run, " Loading had begun: do not use this engine any more.")
-
-
-class _LoadPlan:
-    """What is to be read into what, checked as far as the index tells."""
-
-    def __init__(self, engine: MegatronEngine, folder: Path, with_model: bool, with_optimizer: bool):
-        self._engine = engine
-        self._with_optimizer = with_optimizer
-        self._reader = TorchDistReader(folder)
-        self._common = self._reader.common()
-        _check_model(engine, folder, self._common)
-        if with_optimizer and saved_step(self._common) is None:
-            raise CheckpointError(
-                f"{folder}: the checkpoint holds no optimizer state. Load the model alone (leave `optimizer` out of "
-                "checkpoint.load_contents), or take a checkpoint that was saved with it."
-            )
-        vocab_size = engine.shape.vocab_size
-        self._shards = [
-            (shard, _source(shard, self._reader, vocab_size)) for shard in _shards(engine, with_model, with_optimizer)
-        ]
-
-    def __enter__(self) -> "_LoadPlan":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader.close()
-
-    def run(self) -> None:
-        """Loads. Local."""
-        for shard, key in self._shards:
-            if shard.is_padded:
-                # Rows beyond those of the vocabulary are zeros in every layout.
-                shard.tensor.zero_()
-            self._reader.read_into(key, shard.offset, shard.tensor)
-        if self._with_optimizer:
-            load_common(self._engine, self._common)
-        finish_loading(self._engine, with_optimizer=self._with_optimizer)
-
-
-def _shards(engine: MegatronEngine, with_model: bool, with_optimizer: bool) -> list[Shard]:
-    return (model_shards(engine) if with_model else []) + (optimizer_shards(engine) if with_optimizer else [])
 
 
 def _staged(shards: Sequence[Shard]) -> list[Shard]:
@@ -296,52 +253,6 @@ def _together(engine: MegatronEngine, work: Callable[[], T], consequence: str) -
         text = "; ".join(f"{found} (ranks {', '.join(map(str, where))})" for found, where in ranks.items())
         raise CheckpointError(f"{engine.name} could not be loaded: {text}{consequence}")
     return cast(T, result)
-
-
-def _check_model(engine: MegatronEngine, folder: Path, common: Mapping[str, Any]) -> None:
-    """Compares what was saved about the model with the engine's; a checkpoint that is not ours says nothing."""
-    saved = common.get("rlhf_megatron", {})
-    facts = saved.get("model", {})
-    wrong = [
-        f"{name} is {facts[name]} there and {getattr(engine.shape, name)} here"
-        for name in MODEL_FACTS
-        if name in facts and facts[name] != getattr(engine.shape, name)
-    ]
-    head = engine.chunks[0].head
-    if saved.get("head", head) != head:
-        wrong.append(f"its head is {saved['head']!r} and not {head!r}")
-    if wrong:
-        raise CheckpointError(
-            f"{folder}: the checkpoint is of another model: {', '.join(wrong)}. Name the folder of this model."
-        )
-
-
-def _source(shard: Shard, reader: TorchDistReader, vocab_size: int) -> str:
-    """The stored tensor that a shard is to be read from, checked to be as it must be."""
-    for key in (shard.key, *shard.others):
-        stored = reader.tensors.get(key)
-        # Weights of less precision are no masters.
-        if stored is not None and (key == shard.key or stored.dtype == shard.tensor.dtype):
-            break
-    else:
-        raise CheckpointError(f"{reader.folder} holds no {shard.key}: it was saved from another model, or without it.")
-    if not _fits(shard, stored, vocab_size):
-        raise CheckpointError(
-            f"{reader.folder}: {stored.key} has the shape {stored.shape}, but this model's is {shard.whole}. "
-            "Name the folder of this model."
-        )
-    if torch.promote_types(stored.dtype, shard.tensor.dtype) != shard.tensor.dtype:
-        raise CheckpointError(
-            f"{reader.folder}: {stored.key} is {stored.dtype}, which {shard.tensor.dtype} cannot hold "
-            "exactly. Set megatron.dtype as it was when it was saved."
-        )
-    return stored.key
-
-
-def _fits(shard: Shard, stored: StoredTensor, vocab_size: int) -> bool:
-    if not shard.is_padded or stored.shape == shard.whole:
-        return stored.shape == shard.whole
-    return stored.shape[1:] == shard.whole[1:] and stored.shape[0] >= vocab_size
 
 
 def _explain(error: OSError, folder: Path, shards: Sequence[Shard]) -> str:

@@ -10,7 +10,7 @@ Left out: compressed items, quantised tensors, and the older ``zarr`` format.
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -112,8 +112,17 @@ class TorchDistReader:
         Raises:
             CheckpointError: No such tensor, or an item is not what the metadata say.
         """
-        box = (*((start, start + size) for start, size in zip(offsets, target.shape, strict=True)),)
-        self._fill(self._stored(key), box, target)
+        self._fill(self._stored(key), _box(offsets, target.shape), target)
+
+    def check(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Checks, without reading numbers, that a box can be read: all its items are what the metadata say.
+
+        Raises:
+            CheckpointError: No such tensor, or an item is not what the metadata say.
+        """
+        stored = self._stored(key)
+        for chunk, _ in self._overlaps(stored, _box(offsets, sizes)):
+            self._locate(stored, chunk)
 
     def common(self, extra_names: Sequence[tuple[Any, str]] = ()) -> dict[str, Any]:
         """What ``common.pt`` holds, read with ``weights_only``.
@@ -138,14 +147,20 @@ class TorchDistReader:
         return target
 
     def _fill(self, stored: StoredTensor, box: tuple[tuple[int, int], ...], target: Tensor) -> None:
+        for chunk, overlap in self._overlaps(stored, box):
+            self._read_overlap(stored, chunk, box, overlap, target)
+
+    def _overlaps(
+        self, stored: StoredTensor, box: tuple[tuple[int, int], ...]
+    ) -> Iterator[tuple[Chunk, list[tuple[int, int]]]]:
+        """The chunks that meet a box, and what they share with it."""
         for chunk in self._candidates(stored, box):
             overlap = [
                 (max(start, o), min(stop, o + n))
                 for (start, stop), o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
             ]
-            if any(start >= stop for start, stop in overlap):
-                continue
-            self._read_overlap(stored, chunk, box, overlap, target)
+            if all(start < stop for start, stop in overlap):
+                yield chunk, overlap
 
     def _candidates(self, stored: StoredTensor, box: tuple[tuple[int, int], ...]) -> Sequence[Chunk]:
         """The chunks that may meet the box: of a stack of layers or experts, only those of the one asked for."""
@@ -201,6 +216,10 @@ class TorchDistReader:
             except OSError as error:
                 raise CheckpointError(f"{self.folder / name}: could not be opened ({error}).") from error
         return self._files[name]
+
+
+def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return (*((start, start + size) for start, size in zip(offsets, sizes, strict=True)),)
 
 
 def is_torch_dist(folder: str | Path) -> bool:

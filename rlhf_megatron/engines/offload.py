@@ -271,10 +271,10 @@ def _optimizer_tensors(trainable: TrainableChunks | None) -> Iterator[Tensor]:
     """Main parameters and moments of all of Megatron's optimizers (read from megatron-core 0.16.1)."""
     if trainable is None:
         return
-    for wrapper in getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer]):
-        inner = wrapper.optimizer
-        # A rank may have no parameters of a kind. The hybrid optimizer keeps its masters in optimizers of its own.
-        for optimizer in (inner, *getattr(inner, "sub_optimizers", ())) if inner is not None else ():
+    for part in trainable.parts:
+        inner = part.optimizer
+        # The hybrid optimizer keeps its masters in optimizers of its own.
+        for optimizer in (inner, *getattr(inner, "sub_optimizers", ())):
             for group in optimizer.param_groups:
                 yield from group["params"]
             for state in optimizer.state.values():

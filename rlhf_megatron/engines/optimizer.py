@@ -7,6 +7,7 @@ optimizer on the host (`optimizer_cpu_offload`) is Megatron's own; it needs a GP
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -124,6 +125,16 @@ class TrainableChunks:
         )
         return DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups.collection)
 
+    @property
+    def all_parts(self) -> list[Any]:
+        """Megatron's optimizers: of the dense parameters, and of the experts; the same number on every rank."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    @property
+    def parts(self) -> list[Any]:
+        """Those of them that have parameters on this rank."""
+        return [part for part in self.all_parts if part.optimizer is not None]
+
     def counters(self) -> dict[str, int]:
         """What is counted over steps and outlives a restart. Local."""
         return {"skipped_steps": self.skipped_steps, "nonfinite_in_a_row": self._nonfinite_in_a_row}
@@ -175,7 +186,7 @@ class TrainableChunks:
 
         Its step does not look at the norm before it applies the gradients, hence the parts of it one by one.
         """
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for optimizer in self.all_parts:
             if parameters := optimizer.get_parameters():
                 decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, grad_norm, decoupled)

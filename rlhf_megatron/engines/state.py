@@ -8,10 +8,11 @@ rectangles of the whole tensor, so that nothing has to travel and every rank sav
 
 All tensors that are named are views of the engine's own memory: copying from them saves, copying into them loads.
 
-Left out: Transformer Engine's extra state (pickles; the history of fp8's delayed scaling begins anew), and random
-streams (:meth:`MegatronContext.rng_state_dict`). Megatron's hybrid optimizer (on the host) has not been run.
+Left out: loading Transformer Engine's extra state (pickles; the history of fp8's delayed scaling begins anew), and
+random streams (:meth:`MegatronContext.rng_state_dict`). Megatron's hybrid optimizer (on the host) has not been run.
 """
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,12 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
@@ -28,7 +34,8 @@ from rlhf_megatron.engines.megatron_engine import MegatronEngine
 from rlhf_megatron.engines.optimizer import TrainableChunks
 from rlhf_megatron.errors import CheckpointError
 
-_METADATA = {"singleton_local_shards": False}
+SHARDING = {"singleton_local_shards": False}
+"""How Megatron is asked to name and cut: layers stacked in one tensor, as its own programs do (0.16.1)."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -78,6 +85,23 @@ def model_shards(engine: MegatronEngine) -> list[Shard]:
     return shards
 
 
+def model_objects(engine: MegatronEngine) -> list[tuple[str, bytes]]:
+    """What Megatron's loader looks for beside tensors, and this rank is the one to save: extra state of linear layers.
+
+    It is empty but with Transformer Engine. Nothing of it is ever loaded here. Local; inside of the engine's context.
+
+    Returns:
+        Keys, and what `torch.save` makes of a list of the one object.
+    """
+    objects = []
+    for entry in _entries(engine):
+        if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+            box = io.BytesIO()
+            torch.save([entry.data], box)
+            objects.append((entry.unique_key, box.getvalue()))
+    return objects
+
+
 def optimizer_shards(engine: MegatronEngine) -> list[Shard]:
     """This rank's share of moments and fp32 masters. Local; inside of the engine's context.
 
@@ -86,7 +110,7 @@ def optimizer_shards(engine: MegatronEngine) -> list[Shard]:
     trainable = require_trainable(engine)
     places = {id(tensor): pieces for tensor, pieces in _model_tensors(engine)}
     shards = []
-    for optimizer in _optimizers(trainable):
+    for optimizer in trainable.parts:
         _make_moments(optimizer)
         is_distributed = isinstance(optimizer, DistributedOptimizer)
         for parameter, span, tensors in _states(optimizer):
@@ -112,89 +136,6 @@ def require_trainable(engine: MegatronEngine) -> TrainableChunks:
     return engine.trainable
 
 
-def optimizer_step(engine: MegatronEngine) -> int:
-    """Steps that this rank's Adam has done; 0 also where a rank holds no part of the optimizer. Local."""
-    steps = {0}
-    for optimizer in _optimizers(require_trainable(engine)):
-        steps |= {int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
-        steps |= {int(group["step"]) for group in optimizer.param_groups if group["params"] and "step" in group}
-    return max(steps)
-
-
-def common_state(engine: MegatronEngine, *, with_optimizer: bool) -> dict[str, Any]:
-    """What is no tensor, under Megatron's names, and what else an engine counts under `rlhf_megatron`. Local.
-
-    Plain numbers, strings, lists and dictionaries, the same on every rank, but for the optimizer's step, which
-    :func:`set_step` adds.
-    """
-    shape = engine.shape
-    model: dict[str, Any] = {name: getattr(shape, name) for name in MODEL_FACTS}
-    own: dict[str, Any] = {"schema_version": 1, "role": engine.name, "head": engine.chunks[0].head, "model": model}
-    common: dict[str, Any] = {"checkpoint_version": 3.0, "rlhf_megatron": own}
-    content: dict[str, Any] = dict(_METADATA)
-    if with_optimizer:
-        trainable = require_trainable(engine)
-        content |= {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-        parts = [_common_of(optimizer) for optimizer in _optimizers(trainable, with_stubs=True)]
-        common["optimizer"] = parts[0] if len(parts) == 1 else dict(enumerate(parts))
-        common["opt_param_scheduler"] = trainable.scheduler.state_dict()
-        own |= trainable.counters()
-    return common | {"content_metadata": content}
-
-
-MODEL_FACTS = (
-    "family",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_embeddings",
-    "num_experts",
-)
-"""What must be the same of the model that is saved and of the one that it is loaded into."""
-
-
-def set_step(common: dict[str, Any], step: int) -> None:
-    """Writes the number of Adam's steps into what :func:`common_state` gave, where Megatron looks for it."""
-    for part in _parts(common):
-        if "param_state_sharding_type" in part:
-            groups = part["optimizer"]["param_groups"]
-        else:
-            inner = part.get("optimizer", part)
-            inner["state"] = {"common_step": torch.tensor(float(step))}
-            groups = inner["param_groups"]
-        for group in groups:
-            group["step"] = step
-
-
-def saved_step(common: dict[str, Any]) -> int | None:
-    """The number of Adam's steps in a checkpoint's common part; None when it holds no optimizer."""
-    steps = set()
-    for part in _parts(common):
-        inner = part.get("optimizer", part)
-        steps |= {int(group["step"]) for group in inner.get("param_groups", ()) if group.get("step") is not None}
-        if "common_step" in inner.get("state", {}):
-            steps.add(int(inner["state"]["common_step"]))
-    return max(steps, default=None)
-
-
-def load_common(engine: MegatronEngine, common: dict[str, Any]) -> None:
-    """Puts back counters, the optimizer's step and the place in the learning-rate schedule. Local.
-
-    The schedule's shape, and Adam's settings, are the configuration's, also where it differs from what was saved.
-    """
-    trainable = require_trainable(engine)
-    step = saved_step(common) or 0
-    for optimizer in _optimizers(trainable):
-        _set_adam_step(optimizer.optimizer, step)
-    trainable.scheduler.num_steps = common.get("opt_param_scheduler", {}).get("num_steps", step)
-    trainable.scheduler.step(0)
-    trainable.load_counters(common.get("rlhf_megatron", {}))
-
-
 def finish_loading(engine: MegatronEngine, *, with_optimizer: bool) -> None:
     """Makes consistent what was derived from what has been loaded: masters, when they were not. Local."""
     if engine.trainable is None:
@@ -202,7 +143,7 @@ def finish_loading(engine: MegatronEngine, *, with_optimizer: bool) -> None:
     if not with_optimizer:
         engine.trainable.optimizer.reload_model_params()
         return
-    for optimizer in _optimizers(engine.trainable):
+    for optimizer in engine.trainable.parts:
         # Megatron's optimizer on the host keeps copies of its own (0.16.1, HybridDeviceOptimizer).
         if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
@@ -255,14 +196,18 @@ def _shards(piece: _Piece, flat: Tensor, span: range, key: str, *, is_main: bool
 
 
 def _model_tensors(engine: MegatronEngine) -> Iterator[tuple[Tensor, list[_Piece]]]:
-    metadata = _METADATA | {"dp_cp_group": engine.groups.dp_cp}
+    for entry in _entries(engine):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and isinstance(entry.data, Tensor):
+            yield entry.data, _pieces(entry, entry.data, engine.shape.vocab_size)
+
+
+def _entries(engine: MegatronEngine) -> Iterator[Any]:
+    metadata = SHARDING | {"dp_cp_group": engine.groups.dp_cp}
     for chunk in engine.chunks:
-        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
-            if isinstance(entry, ShardedTensor | ShardedTensorFactory) and isinstance(entry.data, Tensor):
-                yield entry.data, _pieces(entry, entry.data)
+        yield from nested_values(chunk.sharded_state_dict(metadata=metadata))
 
 
-def _pieces(entry: ShardedTensor | ShardedTensorFactory, tensor: Tensor) -> list[_Piece]:
+def _pieces(entry: ShardedTensor | ShardedTensorFactory, tensor: Tensor, vocab_size: int) -> list[_Piece]:
     """What Megatron makes of a parameter, found by letting it cut a tensor without storage into views."""
     stand_in = replace(entry, data=torch.empty_like(tensor, device="meta"))
     built = list(nested_values(stand_in.build())) if isinstance(stand_in, ShardedTensorFactory) else [stand_in]
@@ -278,29 +223,26 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, tensor: Tensor) -> list
                 (1,) * part.prepend_axis_num + tuple(part.local_shape),
                 part.data.storage_offset(),
                 tuple(part.replica_id),
-                part.allow_shape_mismatch,
+                # Megatron says so of every output layer, also of one that is a value head.
+                part.allow_shape_mismatch and part.global_shape[0] >= vocab_size,
             )
         )
     return pieces
 
 
-def _optimizers(trainable: TrainableChunks, *, with_stubs: bool = False) -> list[Any]:
-    """Megatron's optimizers: of the dense parameters, and of the experts. Some ranks have no parameters of a kind."""
-    chained = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
-    return [optimizer for optimizer in chained if with_stubs or optimizer.optimizer is not None]
-
-
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, range, dict[str, Tensor]]]:
     """Each parameter of the model, the span of its elements that is here, and their state by kind (0.16.1)."""
+    state = optimizer.optimizer.state
     if isinstance(optimizer, DistributedOptimizer):
+        mains = _divided(optimizer)
         for of_buffer in optimizer.gbuf_ranges:
             for of_type in of_buffer.values():
                 for of_bucket in of_type:
                     for parameter, place in of_bucket["param_map"].items():
-                        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-                        kinds = ("param", *MOMENTS)
-                        span = range(place["param"].start, place["param"].end)
-                        yield parameter, span, {kind: tensors[kind] for kind in kinds}
+                        main = mains[id(parameter)]
+                        tensors = {kind: state[main][kind] for kind in MOMENTS}
+                        tensors["param"] = state[main].get("master_param", main)
+                        yield parameter, range(place["param"].start, place["param"].end), tensors
         return
     masters: dict[int, Any] = {}
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -309,10 +251,30 @@ def _states(optimizer: Any) -> Iterator[tuple[Tensor, range, dict[str, Tensor]]]
                 masters[id(main)] = parameter
     for group in optimizer.optimizer.param_groups:
         for main in group["params"]:
-            state = {kind: optimizer.optimizer.state[main][kind] for kind in MOMENTS}
+            tensors = {kind: state[main][kind] for kind in MOMENTS}
             if id(main) in masters:
-                state["fp32_param"] = main
-            yield masters.get(id(main), main), range(main.numel()), state
+                tensors["fp32_param"] = main
+            yield masters.get(id(main), main), range(main.numel()), tensors
+
+
+def _divided(optimizer: DistributedOptimizer) -> dict[int, Any]:
+    """What the distributed optimizer updates in the place of each parameter, by the parameter's id.
+
+    Megatron's own map of places (0.16.1, `model_param_group_index_map`) is wrong in groups in which some parameters are
+    in fp32 and some are not, as with a value head: it counts them in their own order, the optimizer those in fp32
+    first.
+    """
+    config = optimizer.config
+    halves = optimizer.shard_fp32_from_float16_groups
+    if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        halves = optimizer.shard_float16_groups
+    pairs = ((optimizer.model_float16_groups, halves), (optimizer.model_fp32_groups, optimizer.shard_fp32_groups))
+    return {
+        id(parameter): main
+        for models, mains in pairs
+        for of_group, mains_of_group in zip(models, mains, strict=True)
+        for parameter, main in zip(of_group, mains_of_group, strict=True)
+    }
 
 
 def _names(kind: str, key: str) -> tuple[str, tuple[str, ...]]:
@@ -332,33 +294,3 @@ def _make_moments(optimizer: Any) -> None:
     if isinstance(inner, torch.optim.Adam):
         for state in inner.state.values():
             state.setdefault("step", torch.tensor(0.0))
-
-
-def _set_adam_step(inner: Any, step: int) -> None:
-    """Torch's Adam counts for each parameter, in a tensor; the fused ones count for each group of them."""
-    for optimizer in (inner, *getattr(inner, "sub_optimizers", ())):
-        if isinstance(optimizer, torch.optim.Adam):
-            for state in optimizer.state.values():
-                state["step"].fill_(float(step))
-        else:
-            for group in optimizer.param_groups:
-                group["step"] = step
-
-
-def _common_of(optimizer: Any) -> dict[str, Any]:
-    groups = [
-        {name: value for name, value in group.items() if name not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-    if isinstance(optimizer, DistributedOptimizer):
-        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    inner = {"param_groups": groups}
-    return {"optimizer": inner} if isinstance(optimizer, Float16OptimizerWithFloat16Params) else inner
-
-
-def _parts(common: dict[str, Any]) -> list[dict[str, Any]]:
-    """The common parts of each of Megatron's optimizers."""
-    optimizer = common.get("optimizer")
-    if not isinstance(optimizer, dict):
-        return []
-    return [optimizer[index] for index in sorted(optimizer)] if 0 in optimizer else [optimizer]
