@@ -4,6 +4,7 @@ A trainer asks one question per step, `while checkpoints.keeps_going(state):`, a
 limits, cadences or writers.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,7 @@ class JobCheckpoints:
         self._saving: Saving | None = None
         self._newest: int | None = None
         self._asked_at: float | None = None
+        self._save_began = 0.0
         self._needed = needed_bytes([role.engine for role in roles], checkpoint.save_contents)
         stop.longest_save_s = self._needed / dist.get_world_size() / _SLOW_DISK
         if self._every > 0:
@@ -110,8 +112,9 @@ class JobCheckpoints:
             with phase("load"):
                 parts = [part for part in ("model", "optimizer") if part in self._options.load_contents]
                 for role in self._roles:
-                    if role.engine is not None:
-                        load_role(role.engine, folder / role.name / DIST_CKPT, parts)
+                    with agreed():
+                        if role.engine is not None:
+                            load_role(role.engine, folder / role.name / DIST_CKPT, parts)
                 if self._origin.step is not None:
                     self._load_rest(folder)
             self._tell_resumed(folder)
@@ -153,7 +156,7 @@ class JobCheckpoints:
     def save(self, progress: Progress) -> None:
         """Saves the job as it is now; with `async_save` its files are written while training goes on."""
         self.finish()
-        start = time.monotonic()
+        self._save_began = time.monotonic()
         step = progress.global_step
         self._best.note(step, progress.validations.get(step))
         self._require_space()
@@ -174,7 +177,6 @@ class JobCheckpoints:
         self._newest = step
         if not self._options.async_save:
             self.finish()
-        self._stop.longest_save_s = max(self._stop.longest_save_s, time.monotonic() - start)
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written, if any, is complete."""
@@ -189,6 +191,7 @@ class JobCheckpoints:
             raise self._explained(error, saving.step) from error
         if is_last:
             self._saving = None
+            self._stop.longest_save_s = max(self._stop.longest_save_s, time.monotonic() - self._save_began)
             self._tracker.print(f"Saved step {saving.step}: {self._store.path(saving.step)}")
             with agreed():
                 if dist.get_rank() == 0:
@@ -261,11 +264,14 @@ class JobCheckpoints:
     def _explained(self, error: CheckpointError, step: int) -> CheckpointError:
         """What a person needs to know when a checkpoint could not be written."""
         whole = self._store.steps()
+        free = "an unknown number of bytes"
+        with contextlib.suppress(OSError):
+            free = show(free_bytes(self._store.run))
         left = f"{self._store.path(whole[-1])} is whole" if whole else "there is no earlier one"
         return CheckpointError(
-            f"global_step_{step} could not be saved: {error} It needs about {show(self._needed)}, and "
-            f"{show(free_bytes(self._store.run))} are free in {self._store.run}. Nothing half-written was left, and "
-            f"{left}. Free some space, lower checkpoint.keep_last, or take parts out of checkpoint.save_contents."
+            f"global_step_{step} could not be saved: {error}\n"
+            f"It needs about {show(self._needed)}, and {free} are free in {self._store.run}. Nothing half-written was "
+            f"left, and {left}. Free some space, lower checkpoint.keep_last, or save less (checkpoint.save_contents)."
         )
 
 
