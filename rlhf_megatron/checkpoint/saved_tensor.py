@@ -4,6 +4,7 @@ The item is an uncompressed zip archive: ``data.pkl`` describes the tensor, ``da
 is unpickled with stand-ins only (:mod:`safe_pickle`), so that reading it runs nothing.
 """
 
+import ctypes
 import io
 import math
 import os
@@ -175,7 +176,9 @@ def _record_start(file: int, position: int, length: int, record: zipfile.ZipInfo
 
 
 def _read(file: int, position: int, target: Tensor, where: str) -> None:
-    view: Any = memoryview(target.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+    flat = target.reshape(-1)
+    # Not by `numpy()`: it would fix the size of the storage for good, which offloading gives back and takes again.
+    view = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())) if flat.nbytes else memoryview(b"")
     done = 0
     while done < len(view):
         count = os.preadv(file, [view[done : done + _READ_BYTES]], position + done)
