@@ -147,6 +147,7 @@ class Sniper:
         self._waits_for_save = kill is not None and kill["in_save"]
         self.ranks: list[int] = kill["ranks"] if kill else []
         self.has_fired = False
+        self._has_been_gone = False
 
     @property
     def pause(self) -> float:
@@ -157,8 +158,12 @@ class Sniper:
         """Whether the moment has come; true once."""
         if self.has_fired or not self.ranks:
             return False
-        if self._since is None and self._waits_for_save and any(self._run.glob(".global_step_*.writing")):
-            self._since = time.monotonic()
+        if self._since is None and self._waits_for_save:
+            is_there = any(self._run.glob(".global_step_*.writing"))
+            # What an earlier kill left must be gone first.
+            self._has_been_gone = self._has_been_gone or not is_there
+            if is_there and self._has_been_gone:
+                self._since = time.monotonic()
         if self._since is None or time.monotonic() - self._since < self._after:
             return False
         self.has_fired = True
