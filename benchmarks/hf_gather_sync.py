@@ -78,7 +78,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from rlhf_megatron.parallel.megatron_globals import MegatronContext
     from rlhf_megatron.parallel.runtime import init_runtime
     from rlhf_megatron.rollout.vllm_engine import VLLMEngine
-    from rlhf_megatron.rollout.weight_sync import WeightStream, WeightSync
+    from rlhf_megatron.rollout.weight_sync import GatherSync, WeightStream
     from rlhf_megatron.weights.gather import iterate_hf
     from rlhf_megatron.weights.load import load_hf
 
@@ -101,7 +101,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     def source(bucket_bytes: int):
         return iterate_hf(chunks, shape, groups, bucket_bytes, dtype)
 
-    sync = WeightSync(source, engine, bucket_bytes=arguments.bucket_mib << 20, group=engine.world_group)
+    sync = GatherSync(source, engine, bucket_bytes=arguments.bucket_mib << 20, group=engine.world_group)
     metrics = sync.sync()
     stream = WeightStream(source(arguments.bucket_mib << 20))
     for bucket in stream:

@@ -65,7 +65,12 @@ class RolloutConfig(Node):
     """Whether those passes are filled up to a number of tokens, in place of a number of samples."""
     log_prob_max_token_len_per_gpu: PositiveInt = 16384
     """Tokens per such pass on one rank, when `log_prob_use_dynamic_bsz`."""
+    weight_sync: Literal["slices", "gather"] = "slices"
+    """How the actor's weights come into vLLM: each rank gets the slices that it lacks, or all full tensors."""
+    weight_sync_checksum_freq: PositiveInt = 10
+    """Syncs from one comparison of the trainer's and vLLM's checksums to the next (slices only; full tensors are always
+    compared). The first of a run is always compared."""
     update_weights_bucket_megabytes: PositiveInt = 512
-    """Largest bucket of full tensors that weight sync holds at once, in MiB."""
+    """Largest bucket of weight sync, in MiB. Of slices two are on their way at once, of full tensors one."""
     val_kwargs: SamplingConfig = SamplingConfig()
     """Sampling of validation answers."""

@@ -118,6 +118,12 @@ PPO_NEEDS = (
     Needs("rollout.gpu_memory_utilization", lambda c: c.trainer.device != "cpu", *_NO_GPU),
     Needs("rollout.free_cache_engine", lambda c: c.trainer.device != "cpu", *_NO_GPU),
     Needs(
+        "rollout.weight_sync_checksum_freq",
+        lambda c: c.rollout.weight_sync == "slices",
+        "rollout.weight_sync is gather, which always compares",
+        "Set rollout.weight_sync=slices",
+    ),
+    Needs(
         "rollout.cpu_kvcache_space_gib",
         lambda c: c.trainer.device != "cuda",
         "trainer.device is cuda",

@@ -160,9 +160,27 @@ def started_ranks(config: Any, started: int | None) -> Iterator[Violation]:
         )
 
 
+def allocator(config: Any) -> Iterator[Violation]:
+    """vLLM's sleep takes memory from a pool that torch's expandable segments cannot be part of.
+
+    Read from vLLM 0.32 (``CuMemAllocator``), which finds it only when the engine starts.
+    """
+    if config.trainer.device == "cpu" or not config.rollout.free_cache_engine:
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            yield Violation(
+                "rollout.free_cache_engine",
+                True,
+                f"cannot be used while the environment has {name}={value}.",
+                f"Unset {name}, or set rollout.free_cache_engine=false (vLLM then keeps its memory).",
+            )
+
+
 ROLE_RULES = (model_files,)
 """Rules about each role of a root."""
 COMMON_RULES = (tokenizer_files, data_files, output_folder)
 """Rules about any run."""
-PPO_RULES = (reward_file,)
+PPO_RULES = (reward_file, allocator)
 """Rules about a PPO run."""

@@ -10,7 +10,7 @@ into one `with engine.resident():`.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -40,7 +40,8 @@ from rlhf_megatron.parallel.groups import Groups
 from rlhf_megatron.parallel.megatron_globals import MegatronContext
 from rlhf_megatron.parallel.runtime import Runtime
 from rlhf_megatron.weights.gather import iterate_hf
-from rlhf_megatron.weights.load import LoadReport, load_hf
+from rlhf_megatron.weights.load import LoadReport, ParameterFinder, load_hf
+from rlhf_megatron.weights.transfer import ReadParameter
 
 T = TypeVar("T")
 
@@ -144,6 +145,12 @@ class MegatronEngine:
         """Full tensors under their HuggingFace names, in buckets, on every rank. Collective over the layout's ranks."""
         with self.resident():
             yield from iterate_hf(self.chunks, self.shape, self.groups, bucket_bytes, dtype=dtype)
+
+    @contextmanager
+    def readable(self) -> Iterator[ReadParameter]:
+        """Inside of the block this rank's shards can be read by model chunk and name (torch layer spec)."""
+        with self.resident():
+            yield ParameterFinder(self.chunks).read
 
     @torch.no_grad()
     def forward(self, data: DataProto, compute: Compute, *, limit: MicroBatchLimit) -> Results:

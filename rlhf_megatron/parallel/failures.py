@@ -207,7 +207,7 @@ def _write_error_file(error: BaseException) -> None:
 def _write_consequence_file(first: Failure) -> None:
     """Leave the job's first failure for torchrun, dated behind the file of the rank that it happened on.
 
-    The format, with whole seconds, is that of torch 2.13.0: without the added second both files could have one time,
+    The format, with whole seconds, is that of torch 2.13.0. Without the added second both files could have one time,
     and torchrun would call the lower rank the root cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

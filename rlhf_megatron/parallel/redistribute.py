@@ -10,6 +10,7 @@ Left out: padding of columns of different widths (refused), and balancing by len
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from rlhf_megatron.data.proto import DataProto
 from rlhf_megatron.errors import DataError, LayoutError
 from rlhf_megatron.parallel.collectives import all_gather_object
-from rlhf_megatron.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,29 @@ class _Schema:
         return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
+class Placement(Protocol):
+    """Shards and the ranks that hold each: a layout's data-parallel ones, or the rollout's replicas."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All global ranks, ascending."""
+        ...
+
+    @property
+    def num_shards(self) -> int:
+        """Shards."""
+        ...
+
+    def shard_of(self, rank: int) -> int:
+        """The shard of a global rank."""
+        ...
+
+    def __contains__(self, rank: int) -> bool: ...
+
+
 def redistribute(
     data: DataProto,
-    destination: Layout,
+    destination: Placement,
     rows: Sequence[Sequence[int]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> DataProto:
@@ -61,7 +81,7 @@ def redistribute(
     Args:
         data: This rank's rows. ``row_id`` (int64, ``[rows]``) identifies a row in the whole job; replicas on several
             ranks are taken to be equal. A rank without rows may pass an empty batch without columns.
-        destination: Layout whose shards receive the rows.
+        destination: Placement whose shards receive the rows.
         rows: Row ids of each shard, in the order wanted; the same on all ranks. None cuts all rows, sorted by id, into
             contiguous and nearly equal shards (as ``numpy.array_split``).
         group: Group to communicate over.
@@ -94,7 +114,7 @@ def _row_ids(data: DataProto) -> np.ndarray:
     return data.tensors()["row_id"].detach().cpu().numpy().astype(np.int64)
 
 
-def _check_destination(destination: Layout, rows: Sequence[Sequence[int]] | None, ranks: list[int]) -> None:
+def _check_destination(destination: Placement, rows: Sequence[Sequence[int]] | None, ranks: list[int]) -> None:
     outside = [rank for rank in destination.ranks if rank not in set(ranks)]
     if outside:
         raise LayoutError(f"redistribute: ranks {outside} of the layout {destination} are not among {ranks}.")
@@ -136,7 +156,7 @@ class _Plan:
     Args:
         ids: Row ids that each rank of the group holds.
         ranks: Global ranks of the group.
-        destination: Layout that receives.
+        destination: Placement that receives.
         rows: Row ids per shard, or None for contiguous shards.
     """
 
@@ -144,7 +164,7 @@ class _Plan:
         self,
         ids: list[np.ndarray],
         ranks: list[int],
-        destination: Layout,
+        destination: Placement,
         rows: Sequence[Sequence[int]] | None,
     ):
         self.me = ranks.index(dist.get_rank())

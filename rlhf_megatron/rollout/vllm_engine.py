@@ -1,7 +1,7 @@
 """vLLM in the trainer's process: generation, weight loading, sleep and wake-up.
 
-vLLM starts with an external launcher on the ranks that ``torch.distributed`` already spans: each run of
-``rollout.tensor_model_parallel_size`` neighbouring ranks is one replica. vLLM is imported when the first engine is
+vLLM starts with an external launcher on the ranks that ``torch.distributed`` already spans. Which of them form a
+replica is given (:mod:`rlhf_megatron.weights.generation_groups`). vLLM is imported when the first engine is
 built, after its environment variables are set; importing this file is cheap.
 
 Left out: pipeline parallelism inside vLLM (external launcher scatters no work over it worth having here), and several
@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,16 +22,20 @@ import torch.distributed as dist
 from rlhf_megatron.config.rollout import RolloutConfig
 from rlhf_megatron.errors import DataError, GateError, LayoutError, RLHFError, WeightError
 from rlhf_megatron.parallel.groups import group_for_ranks
-from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rollout.process_state import random_state_kept, trainer_state_kept
 from rlhf_megatron.rollout.sampling import Completion, SamplingRequest, requests_digest
-from rlhf_megatron.rollout.weight_sync import Bucket, TensorChecksum, WeightStream
+from rlhf_megatron.rollout.weight_sync import Bucket, WeightStream
+from rlhf_megatron.weights.checksum import TensorChecksum
+from rlhf_megatron.weights.generation_groups import Replicas
+from rlhf_megatron.weights.transfer import TransferAccount, WeightTarget
 
 if TYPE_CHECKING:
     from rlhf_megatron.parallel.runtime import Runtime
 
 # vLLM's default on CPU is 128: prompts shorter than a block share nothing, and every sample takes a whole block.
 _CPU_BLOCK_SIZE = 32
+
+_WORKERS = "rlhf_megatron.rollout.vllm_worker"
 
 State = Literal["awake", "weights", "asleep"]
 
@@ -49,9 +53,11 @@ class VLLMEngine:
         runtime: Rank and device. ``torch.distributed`` must be initialised over the whole world.
         trust_remote_code: Whether Python code of the folders may run.
         seed: Seed of vLLM's own generators; requests carry their own seeds.
+        replicas: Which ranks form a replica, over the whole world; runs of neighbours when None.
 
     Raises:
-        LayoutError: The world is no multiple of the tensor-parallel size, or ``torch.distributed`` is not initialised.
+        LayoutError: The world is no multiple of the tensor-parallel size, the replicas have another size or leave ranks
+            out, or ``torch.distributed`` is not initialised.
 
     Note:
         Collective over the world: every rank must build its engine at the same point.
@@ -66,10 +72,17 @@ class VLLMEngine:
         runtime: "Runtime",
         trust_remote_code: bool = False,
         seed: int = 0,
+        replicas: Replicas | None = None,
     ):
         if not dist.is_initialized():
             raise LayoutError("The rollout engine needs torch.distributed: call init_runtime before building it.")
-        self.replicas = Layout(tp=config.tensor_model_parallel_size, ranks=tuple(range(dist.get_world_size())))
+        world = range(dist.get_world_size())
+        self.replicas = replicas or Replicas.of_neighbours(world, config.tensor_model_parallel_size)
+        if self.replicas.ranks != tuple(world) or self.replicas.tp != config.tensor_model_parallel_size:
+            raise LayoutError(
+                f"rollout replicas are {self.replicas.groups}, but must be of rollout.tensor_model_parallel_size = "
+                f"{config.tensor_model_parallel_size} ranks and hold each of the {len(world)} ranks once."
+            )
         self.replica = self.replicas.shard_of(runtime.rank)
         self.max_model_len = max_model_len
         self.weight_version = 0
@@ -78,11 +91,13 @@ class VLLMEngine:
         self._state: State = "awake"
         self._unusable: str | None = "no weights were loaded yet"
         self._checksums: dict[str, TensorChecksum] = {}
-        self._peers = self._peer_group()
+        self.peers = self._peer_group()
         with trainer_state_kept(self._device), warnings.catch_warnings():
             # vLLM looks at every attribute of torch.distributed, deprecated ones too.
             warnings.simplefilter("ignore", FutureWarning)
-            self._llm = _build_llm(config, model_path, tokenizer_path, max_model_len, runtime, trust_remote_code, seed)
+            self._llm = _build_llm(
+                config, model_path, tokenizer_path, max_model_len, runtime, trust_remote_code, seed, self.replicas
+            )
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
 
     def generate(self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingRequest]) -> list[Completion]:
@@ -148,32 +163,70 @@ class VLLMEngine:
         Raises:
             WeightError: A tensor is missing, comes twice or does not fit, or the engine's weights are asleep.
         """
-        if self._state == "asleep":
-            raise WeightError("Weights cannot be loaded into a sleeping engine; call wake_weights() first.")
-        self.invalidate("the last weight sync did not finish")
+        self._begin_update()
         stream = WeightStream(buckets)
-        self._llm.start_weight_update()
         iterator = iter(stream)
         while True:
             try:
                 bucket = next(iterator, None)
             except BaseException:
                 # The receiver's own failures close vLLM's update session, the source's must be made to.
-                self._update(abandon=True)
-                self._llm.finish_weight_update()
+                self._abandon_update()
                 raise
             if bucket is None:
                 break
             self._update(weights=bucket)
             stream.note_deferred(self._receiver().deferred_bytes)
             del bucket
+        self._end_update()
+        self._checksums = stream.checksums
+        return stream
+
+    def load_slices(
+        self,
+        move: Callable[[WeightTarget], TransferAccount],
+        observe: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> TransferAccount:
+        """Load a whole model by slices of vLLM's own parameters; refusals as in :meth:`load_weights`.
+
+        Args:
+            move: Given the target, writes all of its parameters.
+            observe: Called with each parameter's name and content once it is full, before vLLM changes its form.
+
+        Returns:
+            What `move` returned.
+
+        Raises:
+            WeightError: A parameter was not written, or twice, or vLLM has no such; or the weights are asleep.
+        """
+        self._begin_update()
+        target = _SliceTarget(self._receiver().open_slices(observe), self._update)
+        try:
+            account = move(target)
+        except BaseException:
+            self._abandon_update()
+            raise
+        self._end_update()
+        return account
+
+    def _begin_update(self) -> None:
+        if self._state == "asleep":
+            raise WeightError("Weights cannot be loaded into a sleeping engine; call wake_weights() first.")
+        self.invalidate("the last weight sync did not finish")
+        self._llm.start_weight_update()
+
+    def _abandon_update(self) -> None:
+        # A failure of the receiver's own has closed the session already.
+        if self._worker()._weight_update_active:
+            self._update(abandon=True)
+            self._llm.finish_weight_update()
+
+    def _end_update(self) -> None:
         self._update(complete=True)
         self._llm.finish_weight_update()
         self.reset_prefix_cache()
-        self._checksums = stream.checksums
         self.weight_version += 1
         self._unusable = None
-        return stream
 
     def invalidate(self, reason: str) -> None:
         """Refuse to generate until the next whole :meth:`load_weights`.
@@ -244,11 +297,14 @@ class VLLMEngine:
         self._llm.update_weights({"update_info": fields})
 
     def _receiver(self) -> Any:
-        return self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        return self._worker().weight_transfer_engine
+
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
 
     def _peer_group(self) -> dist.ProcessGroup | None:
         """This rank's replica as a group; None when it is alone. Creation is collective over the world."""
-        groups = [group_for_ranks(ranks) for ranks in self.replicas.groups("tp") if len(ranks) > 1]
+        groups = [group_for_ranks(tuple(sorted(ranks))) for ranks in self.replicas.groups if len(ranks) > 1]
         return next((group for group in groups if group is not None), None)
 
     def _require_ready(self) -> None:
@@ -258,12 +314,12 @@ class VLLMEngine:
             raise WeightError(f"Generation is refused: the engine is {self._state!r}. Call wake_kv_cache() first.")
 
     def _check_peers(self, prompts: Sequence[Sequence[int]], requests: Sequence[SamplingRequest]) -> None:
-        if self._peers is None:
+        if self.peers is None:
             return
         digests: list[Any] = [None] * self.replicas.tp
-        dist.all_gather_object(digests, (len(prompts), requests_digest(prompts, requests)), group=self._peers)
+        dist.all_gather_object(digests, (len(prompts), requests_digest(prompts, requests)), group=self.peers)
         if len(set(digests)) > 1:
-            ranks = dist.get_process_group_ranks(self._peers)
+            ranks = dist.get_process_group_ranks(self.peers)
             listing = ", ".join(
                 f"rank {rank}: {count} prompts, hash {digest[:8]}"
                 for rank, (count, digest) in zip(ranks, digests, strict=True)
@@ -292,6 +348,24 @@ class VLLMEngine:
                 )
 
 
+class _SliceTarget:
+    """Slices go into vLLM's parameters directly; that they have arrived goes through its extension point."""
+
+    def __init__(self, loader: Any, update: Callable[..., None]):
+        self._loader = loader
+        self._update = update
+
+    @property
+    def held_bytes(self) -> int:
+        return self._loader.held_bytes
+
+    def open(self, name: str) -> torch.Tensor:
+        return self._loader.open(name)
+
+    def wrote(self, elements: Mapping[str, int]) -> None:
+        self._update(written=dict(elements))
+
+
 def _completion(output: Any) -> Completion:
     answer = output.outputs[0]
     if answer.finish_reason not in ("stop", "length"):
@@ -311,6 +385,7 @@ def _build_llm(
     runtime: "Runtime",
     trust_remote_code: bool,
     seed: int,
+    replicas: Replicas,
 ) -> Any:
     on_cpu = torch.device(runtime.device).type == "cpu"
     _set_environment(config, runtime, on_cpu)
@@ -323,7 +398,7 @@ def _build_llm(
     from vllm.config import WeightTransferConfig
     from vllm.distributed.parallel_state import get_tp_group
 
-    from rlhf_megatron.rollout import vllm_receiver
+    from rlhf_megatron.rollout import vllm_receiver, vllm_worker
 
     _import_model_class(model_path)
     arguments = _cpu_arguments(config) if on_cpu else _gpu_arguments(config)
@@ -347,6 +422,10 @@ def _build_llm(
         # The scheduler of each tensor-parallel rank must take the same decisions at the same step.
         async_scheduling=False,
         disable_log_stats=True,
+        additional_config={
+            vllm_worker.REPLICAS: [list(ranks) for ranks in replicas.groups],
+            vllm_worker.JOB_IDENTITY: _job_identity(),
+        },
         **arguments,
     )
     # vLLM's finalizer destroys every process group of this process, the trainer's too, when the engine is collected.
@@ -371,20 +450,26 @@ def _import_model_class(model_path: str) -> None:
 
 
 def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
-    from rlhf_megatron.rollout import vllm_receiver
-
-    identity: list[str | None] = [uuid.uuid4().hex]
-    dist.broadcast_object_list(identity, src=0)
     return {
         "kv_cache_memory_bytes": config.cpu_kvcache_space_gib << 30,
         "block_size": _CPU_BLOCK_SIZE,
-        "worker_cls": f"{vllm_receiver.__name__}.{vllm_receiver.CPUReplicaWorker.__name__}",
-        "additional_config": {vllm_receiver.JOB_IDENTITY: identity[0]},
+        "worker_cls": f"{_WORKERS}.CPUReplicaWorker",
     }
 
 
 def _gpu_arguments(config: RolloutConfig) -> dict[str, Any]:
-    return {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.free_cache_engine}
+    return {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_sleep_mode": config.free_cache_engine,
+        "worker_cls": f"{_WORKERS}.GPUReplicaWorker",
+    }
+
+
+def _job_identity() -> str:
+    """A name that the ranks of this job share and no other job has."""
+    identity: list[str | None] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(identity, src=0)
+    return str(identity[0])
 
 
 def _set_environment(config: RolloutConfig, runtime: "Runtime", on_cpu: bool) -> None:

@@ -1,11 +1,12 @@
-"""The part that runs inside vLLM: its end of the weight transfer, and its worker class on CPU.
+"""vLLM's end of the weight transfer, for both transports.
 
 Importing this file imports vLLM, and registers the receiver at vLLM's own extension point for weight updates; only
 :mod:`rlhf_megatron.rollout.vllm_engine` imports it, when it builds an engine.
 
-vLLM's layer-wise reload does the work: it buffers the tensors of a layer until the layer is complete, then copies them
-into fused parameters, runs vLLM's post-processing (packing on CPU, quantisation on GPU) and writes the result into the
-storage that captured graphs already know.
+Slices are written into vLLM's parameters directly (:mod:`.vllm_slices`). Full tensors go through vLLM's layer-wise
+reload: it buffers the tensors of a layer until the layer is complete, then copies them into fused parameters, runs
+vLLM's post-processing (packing on CPU, quantisation on GPU) and writes the result into the storage that captured graphs
+already know.
 """
 
 from dataclasses import dataclass, field
@@ -28,15 +29,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_megatron.errors import WeightError
+from rlhf_megatron.rollout.vllm_slices import Observe, SliceLoader
 
-BACKEND = "rlhf_megatron_stream"
+BACKEND = "rlhf_megatron"
 """Name of the receiver in vLLM's registry."""
-
-JOB_IDENTITY = "rlhf_megatron_job"
-"""Key of vLLM's ``additional_config`` that holds a name unique to this job."""
 
 _MAX_NAMED = 8
 # vLLM's attribute of a parameter for "so many elements come from the checkpoint".
@@ -44,41 +42,44 @@ _ELEMENTS_TO_LOAD = "weight_loader_numel"
 
 
 @dataclass
-class StreamInitInfo(WeightTransferInitInfo):
+class ReceiverInitInfo(WeightTransferInitInfo):
     """Nothing has to be set up: the tensors are in this process."""
 
 
 @dataclass
-class StreamUpdateInfo(WeightTransferUpdateInfo):
+class ReceiverUpdateInfo(WeightTransferUpdateInfo):
     """One step of an update.
 
     Attributes:
         weights: (name as in the HuggingFace checkpoint, full tensor) pairs; may be overwritten by their owner after
             the call.
+        written: Elements that were written of vLLM's parameters since the last step, by name, when slices come.
         complete: All weights have been sent: check that nothing is missing.
         abandon: The sender failed: give up what is half loaded.
     """
 
     weights: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)
     complete: bool = False
     abandon: bool = False
 
 
-class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
-    """Loads a stream of full, HuggingFace-named tensors into vLLM's model.
+class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo]):
+    """Loads full, HuggingFace-named tensors, or slices of vLLM's own parameters, into vLLM's model.
 
-    Memory above vLLM's own weights: :attr:`deferred_bytes` (tensors of layers that are not complete yet; with a stream
-    in layer order less than the tensors of one fused parameter, for example q and k of one layer, or all experts of one
-    layer, which vLLM fuses) and, while a layer is
-    being finished, that layer's local shard once more unpacked and once packed.
+    Memory above vLLM's own weights with full tensors: :attr:`deferred_bytes` (tensors of layers that are not complete
+    yet; with a stream in layer order less than the tensors of one fused parameter, for example q and k of one layer, or
+    all experts of one layer, which vLLM fuses) and, while a layer is being finished, that layer's local shard once more
+    unpacked and once packed.
     """
 
-    init_info_cls = StreamInitInfo
-    update_info_cls = StreamUpdateInfo
+    init_info_cls = ReceiverInitInfo
+    update_info_cls = ReceiverUpdateInfo
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.deferred_bytes = 0
+        self._slices: SliceLoader | None = None
         # Per layer, how many of the waiting tensors are copies already.
         self._owned: dict[torch.nn.Module, int] = {}
         self._modules = dict(self.model.named_modules())
@@ -87,7 +88,7 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         # Layers whose weights are another layer's: a tied head.
         self._tied = _layers_with_shared_weights(self.model)
 
-    def init_transfer_engine(self, init_info: StreamInitInfo) -> None:
+    def init_transfer_engine(self, init_info: ReceiverInitInfo) -> None:
         """Nothing to connect."""
 
     def start_weight_update(self) -> None:
@@ -102,6 +103,11 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
                 elements = layer.shard_indices.num_org_elements * weight.shape[1]
                 setattr(weight, _ELEMENTS_TO_LOAD, elements)
             self._expect_packing(layer)
+
+    def open_slices(self, observe: Observe | None) -> SliceLoader:
+        """Expect slices in the update that has been started, in place of full tensors."""
+        self._slices = SliceLoader(self.model, self.device, self._tied, observe)
+        return self._slices
 
     def _expect_packing(self, layer: torch.nn.Module) -> None:
         """Make vLLM pack a layer's experts again on CPU.
@@ -123,7 +129,7 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: StreamUpdateInfo) -> None:
+    def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:
         """See :meth:`update_weights`."""
         if update_info.abandon:
             self._abandon()
@@ -131,8 +137,10 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
         try:
             if update_info.weights:
                 self._load(update_info.weights)
+            if update_info.written and self._slices is not None:
+                self._slices.wrote(update_info.written)
             if update_info.complete:
-                self._check_complete()
+                self._check_complete() if self._slices is None else self._slices.check_complete()
         except Exception:
             self._abandon()
             raise
@@ -222,27 +230,8 @@ class StreamReceiver(WeightTransferEngine[StreamInitInfo, StreamUpdateInfo]):
 
     def _forget_deferred(self) -> None:
         self.deferred_bytes = 0
+        self._slices = None
         self._owned.clear()
-
-
-class CPUReplicaWorker(CPUWorker):
-    """vLLM's CPU worker with a shared-memory name of its own job.
-
-    vLLM derives the name of the shared memory in which tensor-parallel ranks meet from the init method; with an
-    external launcher that is ``env://`` for every job, so that two jobs on one machine would meet in the same memory.
-    ``torch.distributed`` is initialised already, so the init method serves for nothing else.
-    """
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        local_rank: int,
-        rank: int,
-        distributed_init_method: str,
-        is_driver_worker: bool = False,
-    ) -> None:
-        identity = vllm_config.additional_config[JOB_IDENTITY]
-        super().__init__(vllm_config, local_rank, rank, f"env://:{identity}", is_driver_worker=is_driver_worker)
 
 
 def _layers_with_shared_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -260,4 +249,4 @@ def _parameter_names(layer: torch.nn.Module) -> str:
     return ", ".join(name for name, _ in layer.named_parameters(recurse=False))
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, StreamReceiver)
+WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

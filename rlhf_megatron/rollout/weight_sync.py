@@ -10,73 +10,33 @@ of a layer, so for a mixture of experts it is one bucket plus the experts of one
 it finishes a layer, that layer's local shard once more unpacked and once packed; nothing of it outlives the layer.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from rlhf_megatron.errors import GateError, WeightError
+from rlhf_megatron.weights.checksum import TensorChecksum, combined_checksum, tensor_checksum
 
 Bucket = list[tuple[str, torch.Tensor]]
 
-_COLUMNS = 1024
-_MASK = (1 << 64) - 1
 _MAX_NAMED = 8
 # Metrics are floats: this many bits of the digest are exact in one.
 _METRIC_BITS = 48
 
 
-@dataclass(frozen=True)
-class TensorChecksum:
-    """Checksum of one tensor's bytes.
+class WeightSync(Protocol):
+    """Brings the trainer's weights into the generation engine: by slices (:mod:`.slice_sync`) or full tensors."""
 
-    Attributes:
-        dtype: Type, as text.
-        shape: Shape.
-        total: Sum of the bytes as little-endian 32-bit integers, modulo 2**64: any one flipped bit changes it.
-        weighted: The same sum with each integer multiplied by its column (its index modulo 1,024, from 1): exchanged
-            values change it unless their distance is a multiple of 1,024.
-    """
+    def sync(self) -> dict[str, float]:
+        """Transfer all weights once and return metrics ``weight_sync/...``. Collective over all ranks."""
+        ...
 
-    dtype: str
-    shape: tuple[int, ...]
-    total: int
-    weighted: int
-
-
-def tensor_checksum(tensor: torch.Tensor) -> TensorChecksum:
-    """Exact checksum of a tensor on any device, at the cost of one pass over its bytes.
-
-    Args:
-        tensor: Any shape and dtype, finite or not; not modified.
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words_end = data.numel() // 4 * 4
-    words = data[:words_end].clone().view(torch.int32) if data.data_ptr() % 4 else data[:words_end].view(torch.int32)
-    table_end = words.numel() // _COLUMNS * _COLUMNS
-    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
-    # In pieces: a sum in another type first makes a copy of its input in that type.
-    for piece in words[:table_end].view(table_end // _COLUMNS, _COLUMNS).split(_COLUMNS):
-        columns += piece.sum(0, dtype=torch.int64)
-    rest = words[table_end:]
-    columns[: rest.numel()] += rest
-    weights = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=data.device)
-    tail = data[words_end:].tolist()
-    total = int(columns.sum()) + sum(tail)
-    weighted = int((columns * weights).sum()) + sum((index + 1) * byte for index, byte in enumerate(tail))
-    return TensorChecksum(str(tensor.dtype), tuple(tensor.shape), total & _MASK, weighted & _MASK)
-
-
-def combined_checksum(checksums: dict[str, TensorChecksum]) -> str:
-    """One hash over named checksums, whatever their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(checksums):
-        digest.update(f"{name}={checksums[name]!r};".encode())
-    return digest.hexdigest()
+    def describe(self) -> str:
+        """One line about what a sync will move."""
+        ...
 
 
 class WeightStream:
@@ -148,8 +108,8 @@ class SyncTarget(Protocol):
         ...
 
 
-class WeightSync:
-    """Brings the trainer's weights into the generation engine and makes sure that all ranks got the same.
+class GatherSync:
+    """Brings full tensors into the generation engine and makes sure that all ranks got the same.
 
     Args:
         source: Called with the bucket size in bytes; yields buckets of full tensors. Collective over the ranks that
@@ -192,8 +152,12 @@ class WeightSync:
             "weight_sync/seconds": time.perf_counter() - start,
             "weight_sync/peak_extra_bytes": float(stream.peak_extra_bytes),
             "weight_sync/version": float(self._engine.weight_version),
-            "weight_sync/checksum": float(int(digest, 16) % (1 << _METRIC_BITS)),
+            "weight_sync/checksum": checksum_metric(digest),
         }
+
+    def describe(self) -> str:
+        """One line about what a sync will move."""
+        return f"weight sync: full tensors to every rank, in buckets of {self._bucket_bytes >> 20} MiB"
 
     def _agree(self, checksums: dict[str, TensorChecksum], digest: str) -> None:
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
@@ -208,6 +172,11 @@ class WeightSync:
         message = _describe_disagreement(digests, everything)
         self._engine.invalidate(message)
         raise GateError(message)
+
+
+def checksum_metric(digest: str) -> float:
+    """A hash as a metric: as many of its bits as a float holds exactly."""
+    return float(int(digest, 16) % (1 << _METRIC_BITS))
 
 
 def _describe_disagreement(

@@ -49,7 +49,8 @@ class RolloutWorkerGroup:
 
         Returns:
             The same rows with `responses` [B, R] right-padded, `input_ids`, `attention_mask` and `position_ids`
-            [B, P + R], `response_mask` [B, R], `rollout_log_probs` [B, R] fp32 (0 past the end).
+            [B, P + R], `response_mask` [B, R], `rollout_log_probs` [B, R] fp32 (0 past the end); in `meta_info`
+            `weight_version`, the sync whose weights answered.
 
         Collective over the world. Raises DataError for a prompt that does not fit, GateError when the ranks of a
         replica were given different prompts.
@@ -66,7 +67,7 @@ class RolloutWorkerGroup:
         completions = self.engine.generate(tokens, requests)
         answers = DataProto.from_dict({"row_id": rows.batch["row_id"], **self._answers(completions)})
         answers = redistribute(answers, self.home)
-        return self._whole_rows(prompts, answers)
+        return self._whole_rows(prompts, answers, self.engine.weight_version)
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint must hold: how many times weights were synchronised. Samples depend on the step alone."""
@@ -93,7 +94,7 @@ class RolloutWorkerGroup:
         return {"responses": responses, "response_mask": mask, "rollout_log_probs": log_probs}
 
     @staticmethod
-    def _whole_rows(prompts: DataProto, answers: DataProto) -> DataProto:
+    def _whole_rows(prompts: DataProto, answers: DataProto, version: int) -> DataProto:
         columns = answers.tensors()
         mask = torch.cat([prompts.batch["attention_mask"], columns["response_mask"]], dim=1)
         whole = (
@@ -105,4 +106,4 @@ class RolloutWorkerGroup:
                 "position_ids": padded_position_ids(mask),
             }
         )
-        return DataProto.from_dict(whole, prompts.non_tensor_batch, prompts.meta_info)
+        return DataProto.from_dict(whole, prompts.non_tensor_batch, prompts.meta_info | {"weight_version": version})

@@ -29,7 +29,6 @@ from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.roles.critic import CriticWorkerGroup
 from rlhf_megatron.roles.reference import ReferenceWorkerGroup, SwappedReferenceWorkerGroup
 from rlhf_megatron.rollout.vllm_engine import VLLMEngine
-from rlhf_megatron.rollout.weight_sync import WeightSync
 from rlhf_megatron.rollout.worker import RolloutWorkerGroup
 from rlhf_megatron.tracking.timers import Timers
 from rlhf_megatron.tracking.trace import TraceFile
@@ -42,7 +41,7 @@ from rlhf_megatron.trainer.ppo_trainer import PPOTrainer, Workers
 from rlhf_megatron.trainer.prompts import PromptSource, validation_batches
 from rlhf_megatron.trainer.sft_trainer import SFTTrainer
 from rlhf_megatron.trainer.state import TrainState, total_steps
-from rlhf_megatron.weights.spread import Spreader
+from rlhf_megatron.trainer.syncing import make_sync, rollout_replicas
 
 
 def run_ppo(config: PPOConfig) -> None:
@@ -112,6 +111,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         manager.ready()
     roles = Roles(config, runtime)
     home = build_groups(Layout(ranks=runtime.ranks))
+    actor = roles.actor(home.layout)
     with phase("build_rollout"):
         engine = VLLMEngine(
             config.rollout,
@@ -121,6 +121,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
             runtime,
             trust_remote_code=config.model.trust_remote_code,
             seed=config.rollout.seed,
+            replicas=rollout_replicas(config, actor.layout, runtime),
         )
         # Its memory is for the models until the first answers are wanted.
         engine.sleep()
@@ -128,15 +129,8 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
         engine, home.layout, config.rollout, response_length=config.data.max_response_length, pad_token_id=pad
     )
     reward = RewardWorkerGroup(manager, tokenizer)
-    actor = roles.actor(home.layout)
-    dtype = getattr(torch, config.rollout.dtype)
-    spreader = Spreader(actor.layout, home.layout, runtime.device)
-    sync = WeightSync(
-        lambda bucket_bytes: spreader.spread(actor.weights(bucket_bytes, dtype) if actor.is_member else None),
-        engine,
-        bucket_bytes=config.rollout.update_weights_bucket_megabytes << 20,
-        group=engine.world_group,
-    )
+    sync = make_sync(config, actor, engine, home.layout, runtime)
+    tracker.print(sync.describe())
     critic, ref = roles.critic(home.layout), roles.reference(home.layout, actor)
     for group in (actor, critic, ref):
         if group is not None:

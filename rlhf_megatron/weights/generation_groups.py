@@ -4,12 +4,70 @@ HybridFlow (arXiv 2409.19256, section 5.3): neighbouring ranks hold neighbouring
 gives most ranks a slice of the model that has nothing in common with their own. Ranks at regular intervals do not.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.parallel.layout import Layout
 
 
-def generation_ranks(actor: Layout, rollout_tp: int, world: range | None = None) -> tuple[tuple[int, ...], ...]:
-    """Global ranks of each rollout replica, in the order of vLLM's tensor-parallel ranks.
+@dataclass(frozen=True)
+class Replicas:
+    """The rollout's replicas.
+
+    Attributes:
+        groups: Global ranks of each, in the order of vLLM's tensor-parallel ranks.
+
+    Raises:
+        LayoutError: They differ in size or share a rank, or there is none.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        flat = [rank for ranks in self.groups for rank in ranks]
+        if not flat or len({len(ranks) for ranks in self.groups}) > 1 or len(set(flat)) < len(flat):
+            raise LayoutError(f"rollout replicas are {self.groups}, but must be of one size and share no rank.")
+
+    @classmethod
+    def of_neighbours(cls, world: Iterable[int], tp: int) -> "Replicas":
+        """Runs of `tp` neighbouring ranks.
+
+        Raises:
+            LayoutError: The ranks cannot be divided so.
+        """
+        return cls(Layout(tp=tp, ranks=tuple(world)).groups("tp"))
+
+    @property
+    def tp(self) -> int:
+        """vLLM's tensor-parallel size."""
+        return len(self.groups[0])
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas: each generates for rows of its own."""
+        return len(self.groups)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(self._shards))
+
+    def shard_of(self, rank: int) -> int:
+        """The replica of a rank."""
+        return self._shards[rank]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._shards
+
+    @cached_property
+    def _shards(self) -> dict[int, int]:
+        return {rank: index for index, ranks in enumerate(self.groups) for rank in ranks}
+
+
+def generation_ranks(actor: Layout, rollout_tp: int, world: Iterable[int] | None = None) -> Replicas:
+    """The rollout replicas that move least.
 
     With ``actor.tp`` a multiple of `rollout_tp`, a replica is every ``actor.tp / rollout_tp``-th rank of one
     tensor-parallel group: each rank needs a wider slice that holds its own. With `rollout_tp` a multiple of
@@ -42,4 +100,4 @@ def generation_ranks(actor: Layout, rollout_tp: int, world: range | None = None)
             f"{len(ranks)} ranks cannot be divided into rollout replicas of {rollout_tp} ranks: {len(rest)} are left. "
             "Change rollout.tensor_model_parallel_size or the number of ranks."
         )
-    return (*replicas, *(tuple(rest[i : i + rollout_tp]) for i in range(0, len(rest), rollout_tp)))
+    return Replicas((*replicas, *(tuple(rest[i : i + rollout_tp]) for i in range(0, len(rest), rollout_tp))))

@@ -72,8 +72,16 @@ class ParameterFinder:
         Raises:
             WeightError: The chunk has no such parameter.
         """
-        parameters = self._chunks[item.chunk]
-        return parameters[parameter_name(item.megatron, parameters)]
+        return self.read(item.chunk, item.megatron)
+
+    def read(self, chunk: int, name: str) -> torch.nn.Parameter:
+        """A parameter by its chunk and its name (torch layer spec).
+
+        Raises:
+            WeightError: The chunk has no such parameter.
+        """
+        parameters = self._chunks[chunk]
+        return parameters[parameter_name(name, parameters)]
 
 
 def _fill(parameter: torch.nn.Parameter, item: Item, reader: HFReader, rank: int, tp: int) -> None:

@@ -14,13 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.weights.catalog import Item, catalog
 from rlhf_megatron.weights.destination import check_target, target_name, target_segments, target_size
 from rlhf_megatron.weights.families import Cut
-from rlhf_megatron.weights.rank_plan import Padding, Piece, RankPlan, Transfer
+from rlhf_megatron.weights.generation_groups import Replicas
+from rlhf_megatron.weights.rank_plan import Bucket, Padding, Piece, RankPlan, Transfer
 from rlhf_megatron.weights.routes import Block, Holders, Kind, Route, choose_routes, parts_for_balance
 from rlhf_megatron.weights.shard import Slicing, segments
 
@@ -52,24 +52,24 @@ class SyncPlan:
         self,
         shape: ModelShape,
         actor: Layout,
-        replicas: tuple[tuple[int, ...], ...],
+        replicas: Replicas,
         dtype: ElementType,
         ranks_per_node: int,
     ):
-        self.shape, self.actor, self.replicas = shape, actor, replicas
+        self.shape, self.actor, self.replicas = shape, actor, replicas.groups
         self.itemsize, self.ranks_per_node = dtype.itemsize, ranks_per_node
         everything = catalog(shape, "lm", actor)
         self.items = tuple(item for item in everything if not item.is_copy)
         self._copies = {item.hf: item for item in everything if item.is_copy}
-        self._slots = {rank: slot for ranks in replicas for slot, rank in enumerate(ranks)}
-        self._tp = len(replicas[0])
+        self._slots = {rank: slot for ranks in self.replicas for slot, rank in enumerate(ranks)}
+        self._tp = replicas.tp
         self._slicings = {slicing: number for number, slicing in enumerate({item.slicing: 0 for item in self.items})}
         self._numbers = [self._slicings[item.slicing] for item in self.items]
         self._targets = [target_name(item) for item in self.items]
         self._pieces: dict[tuple[int, bool, int], dict[int, tuple[Piece, ...]]] = {}
         holders = Holders(actor, ranks_per_node)
         self.blocks = tuple(self._make_blocks(holders))
-        self.routes = tuple(choose_routes(self.blocks, replicas, holders))
+        self.routes = tuple(choose_routes(self.blocks, self.replicas, holders))
         self._to: dict[int, list[Route]] = defaultdict(list)
         self._from: dict[int, list[Route]] = defaultdict(list)
         for route in self.routes:
@@ -90,6 +90,50 @@ class SyncPlan:
             sends=tuple(self._transfers(self._from.get(rank, ()))),
             paddings=tuple(self._paddings(rank)),
         )
+
+    def buckets(self, limit: int) -> tuple[Bucket, ...]:
+        """Cuts the sync into parts that all ranks go through together.
+
+        Of a bucket no rank sends and fills more than `limit` bytes, counted in the rollout's type: what it receives,
+        what it copies from itself, and what it sends. A parameter that is too large alone is cut into equal parts.
+
+        Args:
+            limit: Bytes.
+        """
+        found: list[Bucket] = []
+        first, held = 0, 0
+        for index, peak in enumerate(self._peaks()):
+            if index > first and held + peak > limit:
+                found.append(Bucket(first, index, 0, 1))
+                first, held = index, 0
+            held += peak
+            if peak > limit:
+                parts = -(-peak // limit)
+                found += [Bucket(index, index + 1, part, parts) for part in range(parts)]
+                first, held = index + 1, 0
+        if first < len(self.items):
+            found.append(Bucket(first, len(self.items), 0, 1))
+        return tuple(found)
+
+    def _peaks(self) -> list[int]:
+        """For each parameter the largest number of bytes that any rank sends and fills of it."""
+        sizes: list[dict[int, dict[int, int]]] = [
+            {self._numbers[index]: defaultdict(int) for index in block.items} for block in self.blocks
+        ]
+        slicings = list(self._slicings)
+        for route in self.routes:
+            is_expert = self.blocks[route.block].kind.expert_rank is not None
+            for number, by_rank in sizes[route.block].items():
+                pieces = self._overlaps(slicings[number], is_expert, self._slots[route.destination])
+                lines = sum(piece.length for piece in pieces.get(route.shard, ()))
+                for rank in {route.source, route.destination}:
+                    by_rank[rank] += lines * self.line_bytes(slicings[number])
+        peaks = [0] * len(self.items)
+        for block, by_number in zip(self.blocks, sizes, strict=True):
+            largest = {number: max(by_rank.values(), default=0) for number, by_rank in by_number.items()}
+            for index in block.items:
+                peaks[index] = largest[self._numbers[index]]
+        return peaks
 
     def line_bytes(self, slicing: Slicing) -> int:
         """Bytes of one row (or column, whatever is cut) of a parameter."""
@@ -196,7 +240,7 @@ class SyncPlan:
 def plan_sync(
     shape: ModelShape,
     actor: Layout,
-    rollout: Layout | Sequence[Sequence[int]],
+    rollout: Layout | Replicas,
     dtype: ElementType,
     ranks_per_node: int,
 ) -> SyncPlan:
@@ -205,20 +249,17 @@ def plan_sync(
     Args:
         shape: The model.
         actor: Layout of the trained model, on all ranks or some.
-        rollout: The rollout's layout, each of whose tensor-parallel groups is a replica; or the global ranks of each
-            replica in the order of vLLM's tensor-parallel ranks (see :func:`.generation_groups.generation_ranks`).
+        rollout: The rollout's replicas (see :func:`.generation_groups.generation_ranks`), or a layout each of whose
+            tensor-parallel groups is one.
         dtype: Type of vLLM's weights; slices travel in it.
         ranks_per_node: Neighbouring ranks that share a node.
 
     Raises:
-        LayoutError: Replicas overlap or differ in size, or vLLM cannot divide the model so.
+        LayoutError: vLLM cannot divide the model so.
         WeightError: The actor cannot divide the model so.
     """
-    replicas = rollout.groups("tp") if isinstance(rollout, Layout) else tuple(tuple(ranks) for ranks in rollout)
-    flat = [rank for ranks in replicas for rank in ranks]
-    if not flat or len({len(ranks) for ranks in replicas}) > 1 or len(set(flat)) < len(flat):
-        raise LayoutError(f"rollout replicas are {replicas}, but must be of one size and share no rank.")
-    check_target(shape, len(replicas[0]))
+    replicas = Replicas(rollout.groups("tp")) if isinstance(rollout, Layout) else rollout
+    check_target(shape, replicas.tp)
     return SyncPlan(shape, actor, replicas, dtype, ranks_per_node)
 
 

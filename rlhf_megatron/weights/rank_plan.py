@@ -57,6 +57,32 @@ class Transfer(NamedTuple):
         index = (slice(None),) * self.dim + (slice(self.piece.offset, self.piece.offset + self.piece.length),)
         return index if self.expert is None else (self.expert, *index)
 
+    def cut(self, part: int, parts: int) -> "Transfer | None":
+        """One of equal parts of the slice, the same for sender and receiver; None when that part is empty."""
+        start, offset, length = self.piece
+        low, high = length * part // parts, length * (part + 1) // parts
+        if low == high:
+            return None
+        return self._replace(
+            piece=Piece(start + low, offset + low, high - low), bytes=self.bytes // length * (high - low)
+        )
+
+
+class Bucket(NamedTuple):
+    """What all ranks move at the same time.
+
+    Attributes:
+        first: First parameter, by its position in the network's order.
+        stop: One past the last.
+        part: Which part of every slice.
+        parts: Into how many parts the slices are cut; above 1 for a bucket of one parameter only.
+    """
+
+    first: int
+    stop: int
+    part: int
+    parts: int
+
 
 class Padding(NamedTuple):
     """Rows of a vLLM parameter that no tensor fills: they must be zero.

@@ -13,7 +13,7 @@ ROOT = Path(rlhf_megatron.__file__).parents[1]
 SOURCES = sorted(file for folder in ("rlhf_megatron", "tools") for file in (ROOT / folder).rglob("*.py"))
 
 ONLY = {
-    "vllm": {"rlhf_megatron/rollout/vllm_engine.py", "rlhf_megatron/rollout/vllm_receiver.py"},
+    "vllm": {f"rlhf_megatron/rollout/vllm_{name}.py" for name in ("engine", "receiver", "slices", "worker")},
     "hydra": {"rlhf_megatron/config/compose.py"},
     "omegaconf": {"rlhf_megatron/config/compose.py"},
     "deepspeed": {"rlhf_megatron/engines/deepspeed_engine.py"},

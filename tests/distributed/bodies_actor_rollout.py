@@ -12,7 +12,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.runtime import init_runtime
 from rlhf_megatron.roles.scoring import response_log_probs
 from rlhf_megatron.rollout.sampling import SamplingRequest
-from rlhf_megatron.rollout.weight_sync import WeightSync
+from rlhf_megatron.rollout.weight_sync import GatherSync
 from tests.distributed.bodies_models import Parallel
 from tests.distributed.bodies_roles import megatron
 from tests.distributed.bodies_rollout import engine_for
@@ -33,7 +33,7 @@ def sync_and_compare(folder: str, rollout_tp: int, layouts: list[Parallel]) -> t
     differences, samples = [], []
     for layout in layouts:
         trainer = _trainer(folder, layout)
-        WeightSync(trainer.hf_weights, rollout, bucket_bytes=1 << 16, group=rollout.world_group).sync()
+        GatherSync(trainer.hf_weights, rollout, bucket_bytes=1 << 16, group=rollout.world_group).sync()
         requests = [SamplingRequest(max_tokens=12, temperature=TEMPERATURE, seed=seed) for seed in range(len(PROMPTS))]
         samples = [(item.token_ids, item.log_probs) for item in rollout.generate(PROMPTS, requests)]
         differences.append(_largest_difference(trainer, samples))

@@ -19,7 +19,7 @@ from rlhf_megatron.errors import DataError, RLHFError
 from rlhf_megatron.parallel.runtime import init_runtime
 from rlhf_megatron.rollout.sampling import Completion, SamplingRequest, sample_seed
 from rlhf_megatron.rollout.vllm_engine import VLLMEngine
-from rlhf_megatron.rollout.weight_sync import Bucket, WeightSync
+from rlhf_megatron.rollout.weight_sync import Bucket, GatherSync
 
 MAX_MODEL_LEN = 128
 EOS = 2
@@ -71,7 +71,7 @@ def buckets_of(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[
 def sync(engine: VLLMEngine, tensors: dict[str, torch.Tensor], bucket_bytes: int = 20_000) -> dict[str, float]:
     """One whole weight sync."""
     source = lambda size: buckets_of(tensors, size)  # noqa: E731
-    return WeightSync(source, engine, bucket_bytes=bucket_bytes, group=engine.world_group).sync()
+    return GatherSync(source, engine, bucket_bytes=bucket_bytes, group=engine.world_group).sync()
 
 
 def expected_log_probs(
@@ -231,7 +231,7 @@ def refusals(folder: str) -> dict[str, tuple[str, str]]:
             yield bucket
 
     for name, source in {"twice": twice, "dies": dies}.items():
-        found[name] = error_of(WeightSync(source, engine, bucket_bytes=20_000).sync)
+        found[name] = error_of(GatherSync(source, engine, bucket_bytes=20_000).sync)
         found[f"{name}: then generate"] = error_of(lambda: engine.generate([[5]], one))
     found["version"] = ("versions", f"{engine.weight_version - version}")
     sync(engine, tensors)
@@ -334,7 +334,7 @@ def live_bytes_of_stream(folder: str, bucket_bytes: int) -> dict[str, Any]:
         extra.append(_live_bytes() - resident)
         yield bucket
 
-    metrics = WeightSync(source, engine, bucket_bytes=bucket_bytes).sync()
+    metrics = GatherSync(source, engine, bucket_bytes=bucket_bytes).sync()
     gc.collect()
     return {
         "peak": max(extra),

@@ -39,6 +39,7 @@ class Inputs:
             "rollout.dtype=float32",
             "rollout.max_num_seqs=32",
             "rollout.max_num_batched_tokens=512",
+            "rollout.weight_sync_checksum_freq=1",
             f"model.path={self.model}",
             f"data.train_files=[{self.train}]",
             f"data.val_files=[{self.val}]",

@@ -36,6 +36,16 @@ def test_an_exception_on_one_rank_ends_all(zygote: Zygote, inputs: Inputs, phase
     assert "because rank 1 failed first" in job.log
 
 
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_a_receiver_of_weights_that_fails_amid_a_bucket_ends_all(zygote: Zygote, inputs: Inputs, kind: str) -> None:
+    arguments = inputs.ppo("trainer.total_training_steps=1", "trainer.val_before_train=false")
+    job = zygote.run(PPO, arguments, fault={"rank": 1, "opens": 5, "kind": kind})
+    assert 0 not in job.codes
+    assert job.seconds_after_first_end < 30
+    assert "[rank 1] failed in phase 'sync_weights'" in job.log
+    assert "because rank 1 failed first" in job.log
+
+
 @pytest.mark.parametrize(("phase", "rank"), [("update_critic", 0), ("update_actor", 1)])
 def test_an_exception_in_one_role_ends_the_ranks_of_the_others(
     zygote: Zygote, inputs: Inputs, phase: str, rank: int

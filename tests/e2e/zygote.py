@@ -45,6 +45,21 @@ def inject(fault: dict[str, Any]) -> None:
         module.phase = phase
 
 
+def inject_receiver(fault: dict[str, Any]) -> None:
+    """Makes one rank's receiver of weights fail when so many parameters of it have been opened: amid a bucket."""
+    from rlhf_megatron.rollout.vllm_slices import SliceLoader
+
+    original, opened = SliceLoader.open, []
+
+    def open_or_fail(self: SliceLoader, name: str) -> Any:
+        opened.append(name)
+        if len(opened) == fault["opens"]:
+            strike(fault["kind"])
+        return original(self, name)
+
+    SliceLoader.open = open_or_fail
+
+
 def strike(kind: str) -> None:
     """Fails in the given way."""
     if kind == "raise":
@@ -80,7 +95,7 @@ def run_rank(command: dict[str, Any], rank: int, port: int) -> None:
     sys.argv = [command["module"], *command["arguments"]]
     fault = command.get("fault")
     if fault and fault["rank"] == rank:
-        inject(fault)
+        inject_receiver(fault) if "opens" in fault else inject(fault)
     module = importlib.import_module(command["module"])
     try:
         module.main()

@@ -507,6 +507,11 @@ EFFECTS = (
     case("critic.data_loader_seed", "critic.data_loader_seed=1", "critic.shuffle is false"),
     case("data.seed", ("data.shuffle=false", "data.seed=3"), "data.shuffle is false"),
     case("rollout.gpu_memory_utilization", "rollout.gpu_memory_utilization=0.3", "trainer.device is cpu"),
+    case(
+        "rollout.weight_sync_checksum_freq",
+        ("rollout.weight_sync=gather", "rollout.weight_sync_checksum_freq=5"),
+        "which always compares",
+    ),
     case("rollout.cpu_kvcache_space_gib", ("trainer.device=cuda", "rollout.cpu_kvcache_space_gib=2"), "device is cuda"),
     *(
         case(

@@ -44,6 +44,17 @@ def test_good_one_passes(good):
     compose("ppo", [*good, "reward.custom_reward_function.path=reward.py"], check_files=True)
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_that_vllm_cannot_sleep_with_is_found_before_the_start(good, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    gpu = [*good, "trainer.device=cuda"]
+    found = messages(gpu)
+    assert list(found) == ["rollout.free_cache_engine"]
+    assert f"{name}=max_split_size_mb" in found["rollout.free_cache_engine"]
+    compose("ppo", [*gpu, "rollout.free_cache_engine=false"], check_files=True)
+    compose("ppo", good, check_files=True)
+
+
 def test_nothing_is_looked_for_unless_asked(good):
     compose("ppo", [*good, "model.path=nowhere", "data.train_files=[nowhere.jsonl]"], check_files=False)
 

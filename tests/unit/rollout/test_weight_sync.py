@@ -1,4 +1,4 @@
-"""Checksums and the account of a stream, without an engine."""
+"""The account of a stream of full tensors, without an engine."""
 
 from collections.abc import Iterable
 
@@ -6,66 +6,7 @@ import pytest
 import torch
 
 from rlhf_megatron.errors import WeightError
-from rlhf_megatron.rollout.weight_sync import (
-    Bucket,
-    WeightStream,
-    WeightSync,
-    combined_checksum,
-    tensor_checksum,
-)
-
-
-def slow_sums(tensor: torch.Tensor) -> tuple[int, int]:
-    """The definition of the checksum, on Python integers."""
-    data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
-    end = len(data) // 4 * 4
-    words = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, end, 4)]
-    total = sum(words) + sum(data[end:])
-    weighted = sum((i % 1024 + 1) * word for i, word in enumerate(words))
-    weighted += sum((i + 1) * byte for i, byte in enumerate(data[end:]))
-    return total % 2**64, weighted % 2**64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
-@pytest.mark.parametrize("shape", [(), (3,), (1023,), (1024,), (5, 1031), (0, 4)])
-def test_checksum_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tensor = (torch.randn(shape) * 50).to(dtype)
-    checksum = tensor_checksum(tensor)
-    assert (checksum.total, checksum.weighted) == slow_sums(tensor)
-    assert checksum.shape == shape
-
-
-def test_checksum_of_views_is_that_of_their_values() -> None:
-    base = torch.randn(7, 9).to(torch.bfloat16)
-    # A transposed view, and one whose memory starts at an address that is no multiple of 4.
-    assert tensor_checksum(base.t()) == tensor_checksum(base.t().contiguous())
-    assert tensor_checksum(base.view(-1)[1:]) == tensor_checksum(base.view(-1)[1:].clone())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_flipped_bit_is_seen(dtype: torch.dtype) -> None:
-    tensor = torch.randn(3, 5).to(dtype)
-    before = tensor_checksum(tensor)
-    data = tensor.view(-1).view(torch.uint8)
-    for byte in range(data.numel()):
-        for bit in range(8):
-            data[byte] ^= 1 << bit
-            assert tensor_checksum(tensor) != before
-            data[byte] ^= 1 << bit
-    assert tensor_checksum(tensor) == before
-
-
-def test_exchanged_values_are_seen_and_nan_is_equal_to_itself() -> None:
-    tensor = torch.tensor([1.0, 2.0, float("nan")])
-    assert tensor_checksum(tensor) != tensor_checksum(tensor[[1, 0, 2]])
-    assert tensor_checksum(tensor) == tensor_checksum(tensor.clone())
-
-
-def test_combined_checksum_ignores_order_and_sees_names() -> None:
-    a, b = tensor_checksum(torch.ones(2)), tensor_checksum(torch.zeros(2))
-    assert combined_checksum({"a": a, "b": b}) == combined_checksum({"b": b, "a": a})
-    assert combined_checksum({"a": a, "b": b}) != combined_checksum({"a": b, "b": a})
+from rlhf_megatron.rollout.weight_sync import Bucket, GatherSync, WeightStream
 
 
 def test_stream_counts_bytes_and_peak() -> None:
@@ -133,7 +74,7 @@ def test_sync_reports_and_is_constant_for_constant_weights() -> None:
         asked.append(size)
         yield [("a", torch.arange(6.0))]
 
-    sync = WeightSync(source, Recorder(), bucket_bytes=123)
+    sync = GatherSync(source, Recorder(), bucket_bytes=123)
     first, second = sync.sync(), sync.sync()
     assert asked == [123, 123]
     assert first["weight_sync/bytes"] == 24

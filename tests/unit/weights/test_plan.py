@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf_megatron.errors import LayoutError, RLHFError
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.weights.generation_groups import generation_ranks
+from rlhf_megatron.weights.generation_groups import Replicas, generation_ranks
 from rlhf_megatron.weights.plan import plan_sync
 from rlhf_megatron.weights.rank_plan import Padding
 from rlhf_megatron.weights.traffic import hybridflow_bound, traffic_of
@@ -93,14 +93,14 @@ def test_on_64_ranks(family: str) -> None:
 
 def test_the_papers_groups() -> None:
     """HybridFlow, figure 8: training 1-4-2, generation 1-2-2-2. G1 and G3 are a replica, and G2 and G4."""
-    assert generation_ranks(Layout(tp=4, ranks=tuple(range(8))), 2) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert generation_ranks(Layout(tp=4, ranks=tuple(range(8))), 2).groups == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
 def test_groups_wider_than_the_actors_hold_parts_of_their_own_slices() -> None:
     # Ranks 0 and 2 have the first half, 1 and 3 the second; quarters 0 and 1 are parts of the first.
-    assert generation_ranks(Layout(tp=2, ranks=tuple(range(4))), 4) == ((0, 2, 1, 3),)
-    assert generation_ranks(Layout(tp=2, ranks=(2, 3)), 2, range(4)) == ((2, 3), (0, 1))
-    assert generation_ranks(Layout(tp=3, ranks=tuple(range(6))), 2) == ((0, 1), (2, 3), (4, 5))
+    assert generation_ranks(Layout(tp=2, ranks=tuple(range(4))), 4).groups == ((0, 2, 1, 3),)
+    assert generation_ranks(Layout(tp=2, ranks=(2, 3)), 2, range(4)).groups == ((2, 3), (0, 1))
+    assert generation_ranks(Layout(tp=3, ranks=tuple(range(6))), 2).groups == ((0, 1), (2, 3), (4, 5))
     with pytest.raises(LayoutError, match="6 ranks cannot be divided into rollout replicas of 4"):
         generation_ranks(Layout(tp=2, ranks=tuple(range(6))), 4)
 
@@ -199,4 +199,4 @@ def test_bound_by_hand() -> None:
 )
 def test_refusals(rollout: Any, words: str) -> None:
     with pytest.raises(RLHFError, match=words):
-        plan_sync(model_shape("llama"), Layout(), rollout, BF16, 8)
+        plan_sync(model_shape("llama"), Layout(), Replicas(rollout), BF16, 8)
