@@ -12,6 +12,7 @@ from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.planning.parameters import RoleParameters, model_numel
 from rlhf_megatron.planning.shapes import find_shape
+from rlhf_megatron.weights.generation_groups import Replicas, rollout_replicas
 
 Pass = Literal["forward", "train"]
 
@@ -111,7 +112,7 @@ class Workload:
         lengths: Tokens of a row.
         ranks: Ranks of the job.
         per_node: Ranks of a node.
-        replicas: Global ranks of each rollout replica.
+        replicas: The rollout's replicas.
     """
 
     config: PPOConfig
@@ -119,7 +120,7 @@ class Workload:
     lengths: Lengths
     ranks: int
     per_node: int
-    replicas: tuple[tuple[int, ...], ...]
+    replicas: Replicas
 
     @property
     def samples(self) -> int:
@@ -149,8 +150,9 @@ def make_workload(config: PPOConfig, mean_length: float) -> Workload:
         mean_length * data.max_response_length,
     )
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    replicas = Layout(tp=config.rollout.tensor_model_parallel_size, ranks=tuple(range(ranks))).groups("tp")
     roles = tuple(_roles(config, lengths))
+    actor = next(role for role in roles if role.name == "actor")
+    replicas = rollout_replicas(config.rollout, actor.layout, range(ranks))
     return Workload(config, roles, lengths, ranks, trainer.n_gpus_per_node, replicas)
 
 

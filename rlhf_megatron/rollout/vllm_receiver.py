@@ -125,8 +125,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInitInfo, ReceiverUpdateInfo])
         Raises:
             WeightError: vLLM refused a tensor, or (``complete``) parameters were not written.
         """
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
+        parsed = self.parse_update_info(update_info)
+        self.receive_weights(parsed)
+        if parsed.weights and self.device.type != "cpu":
+            # Their owner may overwrite them now.
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ReceiverUpdateInfo) -> None:

@@ -19,6 +19,8 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from rlhf_megatron.errors import LayoutError
+
 JOB_IDENTITY = "rlhf_megatron_job"
 """Key of vLLM's ``additional_config`` that holds a name unique to this job."""
 
@@ -69,6 +71,11 @@ def _replicas_installed(vllm_config: Any) -> Iterator[None]:
     def install(*sizes: Any) -> None:
         if not parallel_state.model_parallel_is_initialized():
             _install(replicas, vllm_config)
+        present = parallel_state.get_tp_group().group_ranks
+        if present != [list(ranks) for ranks in replicas]:
+            raise LayoutError(
+                f"vLLM has replicas {present} in this process already, and cannot have {replicas} beside them."
+            )
         # Compares the sizes.
         make_own(*sizes)
 

@@ -41,7 +41,8 @@ from rlhf_megatron.trainer.ppo_trainer import PPOTrainer, Workers
 from rlhf_megatron.trainer.prompts import PromptSource, validation_batches
 from rlhf_megatron.trainer.sft_trainer import SFTTrainer
 from rlhf_megatron.trainer.state import TrainState, total_steps
-from rlhf_megatron.trainer.syncing import make_sync, rollout_replicas
+from rlhf_megatron.trainer.syncing import make_sync
+from rlhf_megatron.weights.generation_groups import rollout_replicas
 
 
 def run_ppo(config: PPOConfig) -> None:
@@ -121,7 +122,7 @@ def build_ppo(config: PPOConfig, runtime: Runtime, stack: ExitStack) -> PPOTrain
             runtime,
             trust_remote_code=config.model.trust_remote_code,
             seed=config.rollout.seed,
-            replicas=rollout_replicas(config, actor.layout, runtime),
+            replicas=rollout_replicas(config.rollout, actor.layout, runtime.ranks),
         )
         # Its memory is for the models until the first answers are wanted.
         engine.sleep()

@@ -1,4 +1,4 @@
-"""Which weight sync a run has, and which ranks form its rollout replicas."""
+"""Which weight sync a run has."""
 
 import torch
 import torch.distributed as dist
@@ -11,23 +11,8 @@ from rlhf_megatron.roles.actor import ActorWorkerGroup
 from rlhf_megatron.rollout.slice_sync import SliceSync
 from rlhf_megatron.rollout.vllm_engine import VLLMEngine
 from rlhf_megatron.rollout.weight_sync import GatherSync, WeightSync
-from rlhf_megatron.weights.generation_groups import Replicas, generation_ranks
 from rlhf_megatron.weights.plan import plan_sync
 from rlhf_megatron.weights.spread import Spreader
-
-
-def rollout_replicas(config: PPOConfig, actor: Layout, runtime: Runtime) -> Replicas:
-    """The replicas that let a rank keep most of what it has; neighbours for a sync by full tensors, which gain nothing.
-
-    Args:
-        config: The validated configuration.
-        actor: The actor's layout.
-        runtime: This rank.
-    """
-    size = config.rollout.tensor_model_parallel_size
-    if config.rollout.weight_sync == "gather":
-        return Replicas.of_neighbours(runtime.ranks, size)
-    return generation_ranks(actor, size, runtime.ranks)
 
 
 def make_sync(

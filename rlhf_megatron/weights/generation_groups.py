@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlhf_megatron.config.rollout import RolloutConfig
 from rlhf_megatron.errors import LayoutError
 from rlhf_megatron.parallel.layout import Layout
 
@@ -64,6 +65,22 @@ class Replicas:
     @cached_property
     def _shards(self) -> dict[int, int]:
         return {rank: index for index, ranks in enumerate(self.groups) for rank in ranks}
+
+
+def rollout_replicas(rollout: RolloutConfig, actor: Layout, world: Iterable[int]) -> Replicas:
+    """The replicas of a run: :func:`generation_ranks`, or neighbours for a sync by full tensors, which gains nothing.
+
+    Args:
+        rollout: The rollout's configuration.
+        actor: Layout of the trained model.
+        world: All ranks.
+
+    Raises:
+        LayoutError: The ranks cannot be divided into replicas.
+    """
+    if rollout.weight_sync == "gather":
+        return Replicas.of_neighbours(world, rollout.tensor_model_parallel_size)
+    return generation_ranks(actor, rollout.tensor_model_parallel_size, world)
 
 
 def generation_ranks(actor: Layout, rollout_tp: int, world: Iterable[int] | None = None) -> Replicas:

@@ -1,6 +1,5 @@
 """Bodies that bring a trained model's slices into vLLM; see test_slice_sync.py."""
 
-import gc
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -29,15 +28,9 @@ _engines: dict[tuple[str, Replicas, str], VLLMEngine] = {}
 
 
 def engine_of(folder: str, replicas: Replicas, dtype: str) -> VLLMEngine:
-    """This process's engine in given replicas; the last one is kept."""
+    """This process's engine, built on first use. vLLM has one set of groups in a process, so one for `replicas`."""
     key = folder, replicas, dtype
     if key not in _engines:
-        _engines.clear()
-        gc.collect()
-        from vllm.distributed.parallel_state import destroy_model_parallel
-
-        # vLLM has one set of groups in a process.
-        destroy_model_parallel()
         config = RolloutConfig(
             tensor_model_parallel_size=replicas.tp, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64
         )
@@ -105,27 +98,27 @@ def _unpacked(module: torch.nn.Module, packed: Callable) -> torch.Tensor:
 
 
 def both_transports(
-    folder: str, options: dict[str, Any], rollout_tp: int, dtype: str = "float32", bucket_bytes: int = 20_000
-) -> dict[str, Any]:
-    """Slices and full tensors bring the same into vLLM, before and after a training step.
+    folder: str, layouts: list[dict[str, Any]], rollout_tp: int, dtype: str = "float32"
+) -> list[dict[str, Any]]:
+    """For each layout of the trainer: slices and full tensors bring the same into vLLM, before and after a step.
 
     Each transport goes first once, so that it cannot live on what the other left.
     """
-    pair = Pair(folder, options, rollout_tp, dtype, bucket_bytes)
-    before = []
-    metrics = pair.slices.sync()
-    before.append(pair.held())
-    pair.gather.sync()
-    before.append(pair.held())
-    pair.trained.step()
-    after = []
-    pair.gather.sync()
-    after.append(pair.held())
-    pair.slices.sync()
-    after.append(pair.held())
-    # Four ranks of one vLLM wait for each other actively, which takes long on two cores.
-    difference = pair.difference(12 if rollout_tp < 4 else 1) if dtype == "float32" else None
-    return {"before": before, "after": after, "difference": difference, "metrics": metrics}
+    results = []
+    for options in layouts:
+        pair = Pair(folder, options, rollout_tp, dtype)
+        held = []
+        for sync in (pair.slices.sync, pair.gather.sync):
+            metrics = sync()
+            held.append(pair.held())
+        pair.trained.step()
+        for sync in (pair.gather.sync, pair.slices.sync):
+            metrics = sync()
+            held.append(pair.held())
+        # Four ranks of one vLLM wait for each other actively, which takes long on two cores.
+        difference = pair.difference(12 if rollout_tp < 4 else 1) if dtype == "float32" else None
+        results.append({"held": held, "difference": difference, "metrics": metrics})
+    return results
 
 
 def rounds(folder: str, options: dict[str, Any], rollout_tp: int) -> list[float]:
