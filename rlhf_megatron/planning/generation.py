@@ -65,7 +65,7 @@ def plan_generation(workload: Workload, memory_bytes: int) -> Generation:
     cache = round(share) - weights - workspace
     heads = max(1, shape.num_kv_heads // tp)
     per_token = 2 * shape.num_layers * heads * shape.head_dim * itemsize
-    replicas = workload.replicas.num_shards
+    replicas = len(workload.replicas)
     tokens = max(0, cache) // per_token
     return Generation(
         weights,

@@ -12,7 +12,7 @@ from rlhf_megatron.models.hf_config import ModelShape
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.planning.parameters import RoleParameters, model_numel
 from rlhf_megatron.planning.shapes import find_shape
-from rlhf_megatron.weights.generation_groups import Replicas, rollout_replicas
+from rlhf_megatron.weights.generation_groups import rollout_replicas
 
 Pass = Literal["forward", "train"]
 
@@ -112,7 +112,7 @@ class Workload:
         lengths: Tokens of a row.
         ranks: Ranks of the job.
         per_node: Ranks of a node.
-        replicas: The rollout's replicas.
+        replicas: Global ranks of each rollout replica, in the order of vLLM's tensor-parallel ranks.
     """
 
     config: PPOConfig
@@ -120,7 +120,7 @@ class Workload:
     lengths: Lengths
     ranks: int
     per_node: int
-    replicas: Replicas
+    replicas: tuple[tuple[int, ...], ...]
 
     @property
     def samples(self) -> int:
@@ -152,7 +152,7 @@ def make_workload(config: PPOConfig, mean_length: float) -> Workload:
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     roles = tuple(_roles(config, lengths))
     actor = next(role for role in roles if role.name == "actor")
-    replicas = rollout_replicas(config.rollout, actor.layout, range(ranks))
+    replicas = rollout_replicas(config.rollout, actor.layout, range(ranks)).groups
     return Workload(config, roles, lengths, ranks, trainer.n_gpus_per_node, replicas)
 
 

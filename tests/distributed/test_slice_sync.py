@@ -92,8 +92,8 @@ def test_bf16_and_conversion_by_the_sender(make_world: Any, folder: Callable[[st
         for options, result in zip(layouts, results, strict=True):
             check(result, str(options))
             metrics = result["metrics"]
-            # Two bytes an element on the way, whatever the trainer has.
-            assert metrics["weight_sync/received_bytes/mean"] == metrics["weight_sync/bound_bytes"]
+            # Two bytes an element on the way, whatever the trainer has; norms, which every rank has, are in the bound.
+            assert 0.99 < metrics["weight_sync/received_bytes/mean"] / metrics["weight_sync/bound_bytes"] <= 1
     world.close()
 
 
