@@ -42,7 +42,8 @@ def test_a_receiver_of_weights_that_fails_amid_a_bucket_ends_all(zygote: Zygote,
     job = zygote.run(PPO, arguments, fault={"rank": 1, "opens": 5, "kind": kind})
     assert 0 not in job.codes
     assert job.seconds_after_first_end < 30
-    assert "[rank 1] failed in phase 'sync_weights'" in job.log
+    # A rank that is killed is in the phase that it told of last, half a second ago at most.
+    assert ("[rank 1] failed in phase 'sync_weights'" if kind == "raise" else "[rank 1] failed in phase") in job.log
     assert "because rank 1 failed first" in job.log
 
 
