@@ -218,10 +218,15 @@ class _Planner:
 
 
 def bucket_bytes(workload: Workload) -> int:
-    """Most that a weight sync holds at once beside both copies of the weights: a bucket, and the largest parameter.
+    """Most that a weight sync holds at once beside both copies of the weights.
 
-    vLLM fuses the experts of a layer and waits for all of them (`rollout/weight_sync.py`).
+    By slices two buckets, and a rank's part of the experts of one layer, which vLLM makes anew (`docs/resharding.md`);
+    by full tensors a bucket, and the largest parameter or the experts of one layer, for which vLLM waits.
     """
     rollout, shape = workload.config.rollout, workload.role("actor").shape
     itemsize = 4 if rollout.dtype == "float32" else 2
-    return (rollout.update_weights_bucket_megabytes << 20) + largest_numel(shape) * itemsize
+    bucket = rollout.update_weights_bucket_megabytes << 20
+    if rollout.weight_sync == "gather":
+        return bucket + largest_numel(shape) * itemsize
+    experts = shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
+    return 2 * bucket + experts // rollout.tensor_model_parallel_size * itemsize

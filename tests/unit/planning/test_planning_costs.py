@@ -12,6 +12,7 @@ from rlhf_megatron.planning.shapes import find_shape
 from rlhf_megatron.planning.step_time import active_numel, bubble, forward_flops
 from rlhf_megatron.weights.catalog import catalog
 from rlhf_megatron.weights.destination import target_shapes
+from rlhf_megatron.weights.generation_groups import Replicas
 from rlhf_megatron.weights.plan import plan_sync
 
 
@@ -47,7 +48,7 @@ def test_vllm_has_its_share_while_it_generates_and_only_then(plan70: Plan) -> No
     assert abs(sum(share) - 0.6 * 80 * 2**30) < 2
     assert phases["sync_weights"]["kv_cache"] == 0 and phases["sync_weights"]["rollout_weights"] == share[0]
     assert all(parts["rollout_weights"] == 0 for name, parts in phases.items() if name not in ("gen", "sync_weights"))
-    assert phases["sync_weights"]["sync_buckets"] == (1024 << 20) + 128256 * 8192 * 2
+    assert phases["sync_weights"]["sync_buckets"] == 2 * (1024 << 20)
 
 
 def test_without_sleep_vllm_keeps_its_share() -> None:
@@ -150,7 +151,7 @@ def test_kv_cache_by_hand(plan70: Plan) -> None:
 def test_sync_bytes_are_those_of_every_ranks_own_transfers(experiment: str) -> None:
     plan = plan_of(experiment)
     workload, actor = plan.workload, plan.workload.role("actor")
-    sync = plan_sync(actor.shape, actor.layout, workload.replicas, BF16(), workload.per_node)
+    sync = plan_sync(actor.shape, actor.layout, Replicas(workload.replicas), BF16(), workload.per_node)
     received = [sum(t.bytes for t in sync.of(rank).receives) for rank in range(workload.ranks)]
     traffic = plan.traffic
     assert (traffic.received.min, traffic.received.max) == (min(received), max(received))
