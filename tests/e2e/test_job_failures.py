@@ -22,6 +22,7 @@ LOOP = [
     "log",
     "testing",
     "export",
+    "save",
 ]
 
 
