@@ -99,7 +99,8 @@ class SyncChecksums:
         Raises:
             GateError: On every rank: copies of the trainer differ, or a replica has other bytes.
         """
-        total, arrived = trainer_sums.to(self._device), self._arrived.to(self._device)
+        # Copies also on a CPU: each rank's own sums are wanted for the message.
+        total, arrived = trainer_sums.to(self._device, copy=True), self._arrived.to(self._device, copy=True)
         dist.all_reduce(total, group=self._group)
         if self._replica_group is not None:
             dist.all_reduce(arrived, group=self._replica_group)
