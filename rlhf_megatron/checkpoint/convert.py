@@ -4,7 +4,7 @@ Memory does not depend on the model: what is held at once is a block of rows. Ev
 byte is written, and the result is written aside and renamed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from rlhf_megatron.checkpoint import megatron_keys
 from rlhf_megatron.checkpoint.companions import HeadFormat, check_companions, copy_companions
 from rlhf_megatron.checkpoint.find_checkpoint import DIST, HUGGINGFACE
-from rlhf_megatron.checkpoint.megatron_source import MegatronSource, row_blocks
+from rlhf_megatron.checkpoint.megatron_source import MegatronSource, pieces
 from rlhf_megatron.checkpoint.new_folder import check_target, new_folder
 from rlhf_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from rlhf_megatron.errors import WeightError
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.weights.byte_runs import Run
 from rlhf_megatron.weights.catalog import Item, catalog
 from rlhf_megatron.weights.check import check_folder
 from rlhf_megatron.weights.families import Cut
@@ -116,7 +117,7 @@ def megatron_to_hf(
             with HFStreamWriter(folder, plan.tensors, max_shard_size) as writer:
                 for tensor in plan.tensors:
                     zeros = [torch.zeros(tensor.shape, dtype=tensor.dtype)] if tensor.name not in own else None
-                    writer.write(tensor.name, zeros or row_blocks(source, tensor.name, tensor.dtype))
+                    writer.write(tensor.name, zeros or pieces(source, tensor.name, tensor.dtype))
                     if progress is not None:
                         progress(tensor.name, tensor.num_bytes)
                 writer.finish()
@@ -202,12 +203,12 @@ def _write_item(writer: TorchDistWriter, reader: HFReader, item: Item, shape: Mo
     """One parameter: in boxes of rows that are small enough, and gate and up apart, as Megatron-Core cuts them."""
     local = item.slicing.local_shape(1)
     row_bytes = torch.Size(local[1:]).numel() * dtype.itemsize
-    for box in megatron_keys.boxes(item, shape):
-        whole = (*box.stack, *local)
-        for start, stop, pieces in _row_ranges(item, local[0], max(MAX_ITEM_BYTES // row_bytes, 1)):
-            offsets = (*box.index, start, *(0 for _ in local[1:]))
-            sizes = (*(1 for _ in box.index), stop - start, *local[1:])
-            writer.write(box.key, whole, dtype, offsets, sizes, _rows(reader, item, pieces, stop - start, dtype))
+    for part in megatron_keys.written_parts(item, shape):
+        whole = (*part.stack, *local)
+        for start, stop, parts in _row_ranges(item, local[0], max(MAX_ITEM_BYTES // row_bytes, 1)):
+            offsets = (*part.index, start, *(0 for _ in local[1:]))
+            sizes = (*(1 for _ in part.index), stop - start, *local[1:])
+            writer.write(part.key, whole, dtype, offsets, sizes, _rows(reader, item, parts, stop - start, dtype))
     for key in megatron_keys.extra_states(item, shape):
         writer.write_object(key, None)
 
@@ -215,11 +216,11 @@ def _write_item(writer: TorchDistWriter, reader: HFReader, item: Item, shape: Mo
 def _row_ranges(item: Item, rows: int, most: int) -> Iterator[tuple[int, int, list[Segment]]]:
     """Ranges of at most `most` of a parameter's rows, none with rows of both gate and up, and their pieces."""
     half = item.slicing.shapes[0][0] if item.slicing.cut is Cut.GATE_UP else rows
-    pieces = row_segments(item.slicing)
+    whole = row_segments(item.slicing)
     for first in range(0, rows, half):
         for start in range(first, first + half, most):
             stop = min(start + most, first + half)
-            yield start, stop, [_cut(piece, start, stop) for piece in pieces if _meets(piece, start, stop)]
+            yield start, stop, [_cut(part, start, stop) for part in whole if _meets(part, start, stop)]
 
 
 def _meets(piece: Segment, start: int, stop: int) -> bool:
@@ -233,11 +234,13 @@ def _cut(piece: Segment, start: int, stop: int) -> Segment:
     return Segment(piece.source, low + shift, high + shift, low)
 
 
-def _rows(reader: HFReader, item: Item, pieces: Sequence[Segment], rows: int, dtype: torch.dtype) -> Iterable[Tensor]:
+def _rows(
+    reader: HFReader, item: Item, parts: Sequence[Segment], rows: int, dtype: torch.dtype
+) -> Iterator[Tensor | Run]:
     """The rows of a box: its pieces one after another, then zeros where the vocabulary is padded."""
     left = rows
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        yield from row_blocks(reader, item.hf[piece.source], dtype, piece.start, piece.stop)
-        left -= piece.stop - piece.start
+    for part in sorted(parts, key=lambda part: part.offset):
+        yield from pieces(reader, item.hf[part.source], dtype, part.start, part.stop)
+        left -= part.stop - part.start
     if left:
         yield torch.zeros((left, *item.slicing.local_shape(1)[1:]), dtype=dtype)

@@ -75,6 +75,18 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     )
     config = "folder with config.json and tokenizer, instead of the checkpoint's own"
     parser.add_argument("--hf-config", type=Path, metavar="FOLDER", help=config)
+    hashes = "first compare the files of a job's checkpoint with the hashes in its manifest"
+    parser.add_argument("--check-hashes", action="store_true", help=hashes)
+
+
+def input_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that they are for `open_megatron` and `open_any`."""
+    return {
+        "role": options.role,
+        "config": options.hf_config,
+        "allow_unexpected": options.allow_unexpected,
+        "check_hashes": options.check_hashes,
+    }
 
 
 def run(parse: Callable[[], argparse.Namespace], main: Callable[[argparse.Namespace], int]) -> int:

@@ -4,14 +4,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_megatron.checkpoint.folder import LATEST
+from rlhf_megatron.checkpoint.manifest import damage, read_manifest
 from rlhf_megatron.checkpoint.torch_dist_files import is_torch_dist
 from rlhf_megatron.errors import CheckpointError
 from rlhf_megatron.weights.hf_files import INDEX, SINGLE
 
 DIST = "dist_ckpt"
 HUGGINGFACE = "huggingface"
-MANIFEST = "manifest.json"
-LATEST = "latest_checkpointed_iteration.txt"
 _STEP = "global_step_"
 
 
@@ -30,7 +30,7 @@ class Found:
     config: Path | None
 
 
-def find(path: str | Path, role: str = "actor", config: str | Path | None = None) -> Found:
+def find(path: str | Path, role: str = "actor", config: str | Path | None = None, check_hashes: bool = False) -> Found:
     """Finds the model in a path.
 
     Args:
@@ -38,9 +38,11 @@ def find(path: str | Path, role: str = "actor", config: str | Path | None = None
             Megatron-LM keeps its checkpoints, or one of them; or a bare ``torch_dist`` folder.
         role: Which role of a job's checkpoint.
         config: Folder with ``config.json``, instead of the checkpoint's own.
+        check_hashes: Whether the files of a job's checkpoint are read and compared with the hashes in its manifest;
+            otherwise only their sizes are.
 
     Raises:
-        CheckpointError: There is no model, or the job's checkpoint is incomplete.
+        CheckpointError: There is no model, or the job's checkpoint is incomplete or damaged.
     """
     path = Path(os.path.abspath(path))
     if not path.is_dir():
@@ -52,10 +54,10 @@ def find(path: str | Path, role: str = "actor", config: str | Path | None = None
         path = _role(path, role)
     if is_torch_dist(path):
         own = path.parent / HUGGINGFACE
-        _check_complete(path.parent.parent)
+        _check_files(path.parent, check_hashes)
         return Found(path, True, given or (own if path.name == DIST and own.is_dir() else None))
     if (path / DIST).is_dir():
-        _check_complete(path.parent)
+        _check_files(path, check_hashes)
         own = path / HUGGINGFACE
         return Found(path / DIST, True, given or (own if own.is_dir() else None))
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
@@ -78,16 +80,22 @@ def _latest(folder: Path) -> Path:
 
 
 def _role(step: Path, role: str) -> Path:
-    _check_complete(step)
-    if (step / role).is_dir():
-        return step / role
-    roles = sorted(folder.name for folder in step.iterdir() if (folder / DIST).is_dir())
-    raise CheckpointError(f"{step}: has no role {role!r}; it has {', '.join(roles) or 'none'}. Choose it with --role.")
+    roles = read_manifest(step).roles
+    if role not in roles or not (step / role).is_dir():
+        known = ", ".join(sorted(roles)) or "none"
+        raise CheckpointError(f"{step}: has no role {role!r}; it has {known}. Choose one with --role.")
+    return step / role
 
 
-def _check_complete(step: Path) -> None:
-    """A job writes the manifest of a checkpoint last."""
-    if step.name.startswith(_STEP) and not (step / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{step / MANIFEST}: no such file: the job was stopped while it saved. Choose an earlier checkpoint."
-        )
+def _check_files(role: Path, check_hashes: bool) -> None:
+    """Compares a role's files with the manifest of the job's checkpoint that it is in, if it is in one."""
+    step = role.parent
+    if not step.name.startswith(_STEP):
+        if check_hashes:
+            raise CheckpointError(f"{role}: is in no job's checkpoint, so there are no hashes to compare with.")
+        return
+    manifest = read_manifest(step)
+    names = [name for name in manifest.files if name.startswith(f"{role.name}/")]
+    wrong = damage(step, manifest, names, hashes=check_hashes)
+    if wrong:
+        raise CheckpointError(" ".join(wrong) + " Choose another checkpoint.")

@@ -8,7 +8,7 @@ or are two (``_w``, ``_v``); norms have Transformer Engine's names or their own.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_megatron.checkpoint.torch_dist_metadata import StoredTensor
 from rlhf_megatron.errors import CheckpointError
@@ -26,19 +26,17 @@ NOT_WEIGHTS = ("optimizer.", "optimizer/", "rng_state", "rerun_state", "opt_para
 
 @dataclass(frozen=True)
 class Part:
-    """A key, and the leading indices of what is meant in it."""
+    """A tensor of a checkpoint, or one of those that are stacked in it.
+
+    Attributes:
+        key: The tensor's key.
+        index: Leading indices of what is meant.
+        stack: Sizes of these leading axes.
+    """
 
     key: str
     index: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part as it is written: its key's whole shape without the parameter's own axes, and its place there."""
-
-    key: str
-    index: tuple[int, ...]
-    stack: tuple[int, ...]
+    stack: tuple[int, ...] = ()
 
 
 def find_prefix(tensors: Mapping[str, StoredTensor], where: str) -> str:
@@ -56,24 +54,25 @@ def find_prefix(tensors: Mapping[str, StoredTensor], where: str) -> str:
     )
 
 
-def find(item: Item, tensors: Mapping[str, StoredTensor], prefix: str) -> tuple[Part, ...]:
+def find(item: Item, shape: ModelShape, tensors: Mapping[str, StoredTensor], prefix: str) -> tuple[Part, ...]:
     """The parts whose rows, one after another, are an item's parameter; empty when the checkpoint has none."""
-    for key, index in _forms(item):
-        if prefix + key in tensors:
-            return (Part(prefix + key, index),)
-        halves = (prefix + key + "_w", prefix + key + "_v")
+    for form in _forms(item, shape):
+        key = prefix + form.key
+        if key in tensors:
+            return (replace(form, key=key),)
+        halves = (key + "_w", key + "_v")
         if item.slicing.cut is Cut.GATE_UP and all(half in tensors for half in halves):
-            return tuple(Part(half, index) for half in halves)
+            return tuple(replace(form, key=half) for half in halves)
     return ()
 
 
-def keys_of(item: Item, prefix: str) -> set[str]:
+def keys_of(item: Item, shape: ModelShape, prefix: str) -> set[str]:
     """Every key under which a checkpoint may have an item, alone or with others."""
     ends = ("", "_w", "_v") if item.slicing.cut is Cut.GATE_UP else ("",)
-    return {prefix + key + end for key, _ in _forms(item) for end in ends}
+    return {prefix + form.key + end for form in _forms(item, shape) for end in ends}
 
 
-def boxes(item: Item, shape: ModelShape) -> tuple[Box, ...]:
+def written_parts(item: Item, shape: ModelShape) -> tuple[Part, ...]:
     """Where models of this package look for an item: once, but for a norm that its users name differently.
 
     Megatron-Core stacks the layers of a dense model and gives those of one with experts a key each. The norm before
@@ -81,15 +80,15 @@ def boxes(item: Item, shape: ModelShape) -> tuple[Box, ...]:
     """
     layer = _LAYER.fullmatch(item.megatron)
     if layer is None:
-        return (Box(item.megatron, (), ()),)
+        return (Part(item.megatron, (), ()),)
     number, rest = int(layer[1]), layer[2]
     if item.expert is not None:
         key = f"decoder.layers.{number}.mlp.experts.experts.{_expert_rest(rest)}"
-        return (Box(key, (item.expert,), (shape.num_experts,)),)
+        return (Part(key, (item.expert,), (shape.num_experts,)),)
     if not shape.num_experts:
-        return (Box(f"decoder.layers.{_fused(rest)}", (number,), (shape.num_layers,)),)
+        return (Part(f"decoder.layers.{_fused(rest)}", (number,), (shape.num_layers,)),)
     names = dict.fromkeys((_fused(rest), rest) if rest == "pre_mlp_layernorm.weight" else (_fused(rest),))
-    return tuple(Box(f"decoder.layers.{number}.{name}", (), ()) for name in names)
+    return tuple(Part(f"decoder.layers.{number}.{name}", (), ()) for name in names)
 
 
 def extra_states(item: Item, shape: ModelShape) -> tuple[str, ...]:
@@ -97,28 +96,29 @@ def extra_states(item: Item, shape: ModelShape) -> tuple[str, ...]:
     is_linear = item.slicing.cut in (Cut.QKV, Cut.ROW, Cut.GATE_UP) and item.megatron.endswith(".weight")
     if not is_linear:
         return ()
-    (box,) = boxes(item, shape)
+    (part,) = written_parts(item, shape)
     # Read from megatron-core 0.16.1, ShardedObject.unique_key.
-    offsets, sizes = box.index or (0,), box.stack or (1,)
+    offsets, sizes = part.index or (0,), part.stack or (1,)
     shard = f"shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, sizes))}"
-    return (f"{box.key.removesuffix('weight')}_extra_state/{shard}",)
+    return (f"{part.key.removesuffix('weight')}_extra_state/{shard}",)
 
 
-def _forms(item: Item) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """All keys, with indices, that an item may have."""
+def _forms(item: Item, shape: ModelShape) -> Iterator[Part]:
+    """All ways in which a checkpoint may have an item."""
     layer = _LAYER.fullmatch(item.megatron)
     if layer is None:
-        yield item.megatron, ()
+        yield Part(item.megatron)
         return
     number, rest = int(layer[1]), layer[2]
     if item.expert is not None:
         tail = _expert_rest(rest)
-        rests = [(f"mlp.experts.experts.{tail}", (item.expert,)), (f"mlp.experts.experts.{item.expert}.{tail}", ())]
+        stacked = Part(f"mlp.experts.experts.{tail}", (item.expert,), (shape.num_experts,))
+        rests = [stacked, Part(f"mlp.experts.experts.{item.expert}.{tail}")]
     else:
-        rests = [(name, ()) for name in dict.fromkeys((_fused(rest), rest))]
-    for name, index in rests:
-        yield f"decoder.layers.{name}", (number, *index)
-        yield f"decoder.layers.{number}.{name}", index
+        rests = [Part(name) for name in dict.fromkeys((_fused(rest), rest))]
+    for part in rests:
+        yield Part(f"decoder.layers.{part.key}", (number, *part.index), (shape.num_layers, *part.stack))
+        yield replace(part, key=f"decoder.layers.{number}.{part.key}")
 
 
 def _expert_rest(rest: str) -> str:

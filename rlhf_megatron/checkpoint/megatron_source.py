@@ -5,6 +5,7 @@ It has the face of :class:`~rlhf_megatron.weights.hf_files.HFReader` that conver
 """
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,12 +18,13 @@ from rlhf_megatron.checkpoint.megatron_keys import Part
 from rlhf_megatron.checkpoint.torch_dist_files import TorchDistReader
 from rlhf_megatron.errors import CheckpointError
 from rlhf_megatron.models.hf_config import ModelShape
+from rlhf_megatron.weights.byte_runs import Run
 from rlhf_megatron.weights.catalog import Item, catalog
 from rlhf_megatron.weights.families import Cut
 from rlhf_megatron.weights.shard import Segment, row_segments
 
-BLOCK_BYTES = 16 * 2**20
-"""What is read and written at once."""
+BLOCK_BYTES = 2**20
+"""What is read and written at once: few enough that it is still in the processor's cache when it is written."""
 _LISTED = 8
 
 
@@ -43,6 +45,10 @@ class TensorSource(Protocol):
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of a tensor."""
+        ...
+
+    def runs(self, name: str, start: int, stop: int) -> Iterator[Run] | None:
+        """Where the bytes of rows are, in order; None when they do not lie in whole rows."""
         ...
 
 
@@ -83,8 +89,8 @@ class MegatronSource:
         self._places: dict[str, _Place] = {}
         missing, wrong, known = [], [], set()
         for item in catalog(shape, self.head):
-            parts = megatron_keys.find(item, reader.tensors, prefix)
-            known |= megatron_keys.keys_of(item, prefix)
+            parts = megatron_keys.find(item, shape, reader.tensors, prefix)
+            known |= megatron_keys.keys_of(item, shape, prefix)
             if not parts:
                 missing.append(f"{item.megatron} (for {', '.join(item.hf)})")
                 continue
@@ -121,27 +127,35 @@ class MegatronSource:
         Raises:
             CheckpointError: No such tensor, or a file is damaged.
         """
-        place = self._place(name)
-        overlaps = [
-            (max(start, piece.start), min(stop, piece.stop), piece.offset - piece.start)
-            for piece in place.pieces
-            if piece.start < stop and start < piece.stop
-        ]
-        read = [self._stored_rows(place, low + shift, high + shift) for low, high, shift in overlaps]
+        read = [self._reader.read(*where) for where in self._stored_rows(self._place(name), start, stop)]
         if len(read) == 1:
             return read[0]
         return torch.cat(read) if read else torch.empty((0, *self.shape(name)[1:]), dtype=self.dtype(name))
 
-    def _stored_rows(self, place: _Place, start: int, stop: int) -> Tensor:
-        """Rows of an item's parameter, of which several parts may each have some."""
-        first = 0
-        if len(place.parts) == 1:
-            part = place.parts[0]
-        else:
-            # Gate and up, a tensor each: a piece never lies in both.
-            size = place.item.slicing.shapes[0][0]
-            part, first = place.parts[start // size], start // size * size
-        return self._reader.read(part.key, part.index, start - first, stop - first)
+    def runs(self, name: str, start: int, stop: int) -> Iterator[Run] | None:
+        """Where the bytes of rows are, in order; None when a rank has saved only a part of a row.
+
+        Raises:
+            CheckpointError: As :meth:`rows`, there or while iterating.
+        """
+        found = [self._reader.runs(*where) for where in self._stored_rows(self._place(name), start, stop)]
+        runs = [part for part in found if part is not None]
+        return itertools.chain.from_iterable(runs) if len(runs) == len(found) else None
+
+    def _stored_rows(self, place: _Place, start: int, stop: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        """Key, indices and rows, for each stretch of the rows of one HuggingFace tensor."""
+        for piece in place.pieces:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low >= high:
+                continue
+            first, last = low + piece.offset - piece.start, high + piece.offset - piece.start
+            number = 0
+            if len(place.parts) > 1:
+                # Gate and up, a tensor each: a piece never lies in both.
+                number, first = divmod(first, place.item.slicing.shapes[0][0])
+                last = first + high - low
+            part = place.parts[number]
+            yield part.key, part.index, first, last
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
@@ -170,6 +184,17 @@ def row_blocks(
         yield source.rows(name, first, min(first + step, stop)).to(dtype or source.dtype(name))
 
 
+def pieces(
+    source: TensorSource, name: str, dtype: torch.dtype | None = None, start: int = 0, stop: int | None = None
+) -> Iterator[Tensor | Run]:
+    """Rows of a tensor to be written: where their bytes are when they may stay as they are, else :func:`row_blocks`."""
+    if dtype is None or dtype == source.dtype(name):
+        runs = source.runs(name, start, source.shape(name)[0] if stop is None else stop)
+        if runs is not None:
+            return iter(runs)
+    return row_blocks(source, name, dtype, start, stop)
+
+
 def _head_of(reader: TorchDistReader, prefix: str) -> str:
     output = reader.tensors.get(prefix + "output_layer.weight")
     return "value" if output is not None and output.shape[0] == 1 else "lm"
@@ -177,19 +202,23 @@ def _head_of(reader: TorchDistReader, prefix: str) -> str:
 
 def _wrong_shape(reader: TorchDistReader, item: Item, parts: Sequence[Part]) -> list[str]:
     wanted = item.slicing.local_shape(1)
-    stored = [reader.tensors[part.key].shape[len(part.index) :] for part in parts]
-    rows = sum(shape[0] for shape in stored if shape)
+    found = [reader.tensors[part.key].shape for part in parts]
+    depth = len(parts[0].stack)
+    rows = sum(shape[depth] for shape in found if len(shape) > depth)
     enough = rows >= item.slicing.shapes[0][0] if item.slicing.cut is Cut.VOCABULARY else rows == wanted[0]
-    inside = all(i < n for part in parts for i, n in zip(part.index, reader.tensors[part.key].shape, strict=False))
-    if enough and inside and all(shape[1:] == wanted[1:] for shape in stored):
+    stacked = all(shape[:depth] == part.stack for shape, part in zip(found, parts, strict=True))
+    if enough and stacked and all(shape[depth + 1 :] == wanted[1:] for shape in found):
         return []
-    found = " and ".join(f"{part.key} of shape {list(reader.tensors[part.key].shape)}" for part in parts)
-    return [f"{found}, where config.json says {list(wanted)} for {item.megatron}"]
+    text = " and ".join(f"{part.key} of shape {list(shape)}" for part, shape in zip(parts, found, strict=True))
+    whole = [*parts[0].stack, *wanted]
+    return [f"{text}, where config.json says {whole}" + (f" ({len(parts)} parts)" if len(parts) > 1 else "")]
 
 
 def _refuse(
     reader: TorchDistReader, missing: Sequence[str], wrong: Sequence[str], extra: Sequence[str], head: str
 ) -> None:
+    # Layers that are stacked in one tensor say the same of it, each.
+    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))
     parts = []
     if missing:
         parts.append(f"Missing: {_some(missing)}.")

@@ -15,16 +15,23 @@ from rlhf_megatron.weights.hf_files import HFReader
 
 
 def open_megatron(
-    path: str | Path, role: str, config: str | Path | None, allow_unexpected: Sequence[str], scratch: Path
+    path: str | Path,
+    scratch: Path,
+    *,
+    role: str = "actor",
+    config: str | Path | None = None,
+    allow_unexpected: Sequence[str] = (),
+    check_hashes: bool = False,
 ) -> tuple[MegatronSource, Path]:
     """Opens the model of a Megatron checkpoint.
 
     Args:
         path: As in :func:`find`.
+        scratch: An existing folder, for the configuration of a checkpoint that has none but Megatron-LM's arguments.
         role: Which role of a job's checkpoint.
         config: Folder with ``config.json``, instead of the checkpoint's own.
         allow_unexpected: Patterns (fnmatch) of keys that the checkpoint may have beyond the model's.
-        scratch: An existing folder, for the configuration of a checkpoint that has none but Megatron-LM's arguments.
+        check_hashes: As in :func:`find`.
 
     Returns:
         The model, and the folder of its configuration.
@@ -32,7 +39,7 @@ def open_megatron(
     Raises:
         CheckpointError: There is no Megatron checkpoint, or it is damaged, or its configuration is unknown.
     """
-    found = find(path, role, config)
+    found = find(path, role, config, check_hashes)
     if not found.is_megatron:
         raise CheckpointError(f"{path}: is a HuggingFace folder already, not a Megatron checkpoint.")
     return _open_found(found, allow_unexpected, scratch)
@@ -65,7 +72,13 @@ class Opened:
 
 
 def open_any(
-    path: str | Path, role: str, config: str | Path | None, allow_unexpected: Sequence[str], scratch: Path
+    path: str | Path,
+    scratch: Path,
+    *,
+    role: str = "actor",
+    config: str | Path | None = None,
+    allow_unexpected: Sequence[str] = (),
+    check_hashes: bool = False,
 ) -> Opened:
     """Opens a HuggingFace folder or a Megatron checkpoint. Arguments as in :func:`open_megatron`.
 
@@ -73,7 +86,7 @@ def open_any(
         CheckpointError: As :func:`open_megatron`.
         WeightError: The HuggingFace folder is damaged.
     """
-    found = find(path, role, config)
+    found = find(path, role, config, check_hashes)
     scratch.mkdir(exist_ok=True)
     if found.is_megatron:
         source, folder = _open_found(found, allow_unexpected, scratch)

@@ -8,6 +8,7 @@ by slice, so memory is bounded by what is asked for. Nothing in a checkpoint is 
 Left out: compressed items, quantised tensors, and the older ``zarr`` format.
 """
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from rlhf_megatron.checkpoint.torch_dist_metadata import (
     read_metadata,
 )
 from rlhf_megatron.errors import CheckpointError
+from rlhf_megatron.weights.byte_runs import Run
 
 _OPEN_FILES = 32
 
@@ -123,6 +125,34 @@ class TorchDistReader:
         stored = self._stored(key)
         for chunk, _ in self._overlaps(stored, _box(offsets, sizes)):
             self._locate(stored, chunk)
+
+    def runs(self, key: str, index: Sequence[int], start: int, stop: int) -> Iterator[Run] | None:
+        """Where the bytes of some rows are, in order; None when they do not lie in whole rows.
+
+        Arguments as of :meth:`read`. Use up each run before taking the next: few files are kept open.
+
+        Raises:
+            CheckpointError: As :meth:`read`, there or while iterating.
+        """
+        stored = self._stored(key)
+        axis = len(index)
+        box = (*((i, i + 1) for i in index), (start, stop), *((0, n) for n in stored.shape[axis + 1 :]))
+        chunks = [chunk for chunk, _ in self._overlaps(stored, box)]
+        if any(chunk.sizes[axis + 1 :] != stored.shape[axis + 1 :] for chunk in chunks):
+            return None
+        return self._runs(stored, sorted(chunks, key=lambda chunk: chunk.offsets[axis]), tuple(index), start, stop)
+
+    def _runs(
+        self, stored: StoredTensor, chunks: Sequence[Chunk], index: tuple[int, ...], start: int, stop: int
+    ) -> Iterator[Run]:
+        axis = len(index)
+        for chunk in chunks:
+            saved = self._locate(stored, chunk)
+            low, high = max(start, chunk.offsets[axis]), min(stop, chunk.offsets[axis] + chunk.sizes[axis])
+            first = [place - offset for place, offset in zip((*index, low), chunk.offsets, strict=False)]
+            skipped = sum(i * step for i, step in zip(first, saved.stride, strict=False)) * stored.dtype.itemsize
+            length = (high - low) * math.prod(chunk.sizes[axis + 1 :]) * stored.dtype.itemsize
+            yield Run(self._file(chunk.file), saved.position + skipped, length, str(self.folder / chunk.file))
 
     def common(self, extra_names: Sequence[tuple[Any, str]] = ()) -> dict[str, Any]:
         """What ``common.pt`` holds, read with ``weights_only``.

@@ -19,6 +19,8 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.rank_files import WrittenChunk, WrittenObject, close_checkpoint
 from rlhf_megatron.checkpoint.saved_tensor import locate
 from rlhf_megatron.errors import CheckpointError
+from rlhf_megatron.weights.byte_runs import Run
+from rlhf_megatron.weights.hf_stream import put
 
 DEFAULT_FILE_BYTES = 5 * 10**9
 
@@ -54,7 +56,7 @@ class TorchDistWriter:
         dtype: torch.dtype,
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
-        blocks: Iterable[Tensor],
+        blocks: Iterable[Tensor | Run],
     ) -> None:
         """Writes one box of a tensor.
 
@@ -64,7 +66,7 @@ class TorchDistWriter:
             dtype: Its type.
             offsets: Where the box begins.
             sizes: The box's shape.
-            blocks: The box's elements in order, as CPU tensors of that type and any shape.
+            blocks: The box's elements in order: CPU tensors of that type and any shape, or bytes of open files.
 
         Raises:
             CheckpointError: The blocks do not have as many elements as the box.
@@ -80,7 +82,7 @@ class TorchDistWriter:
         place = locate(file.fileno(), begin, end - begin, str(self.folder / name))
         written = 0
         for block in blocks:
-            written += _put(file.fileno(), block, place.position + written)
+            written += put(block, file.fileno(), place.position + written)
         if written != math.prod(sizes) * dtype.itemsize:
             raise CheckpointError(f"{key}: {written} bytes came for a box of {list(sizes)} in {dtype}.")
         where = (name, begin, end - begin)
@@ -124,11 +126,3 @@ class TorchDistWriter:
             self._file = (self.folder / f"__0_{self._files}.distcp").open("xb+")
             self._files += 1
         return self._file, f"__0_{self._files - 1}.distcp"
-
-
-def _put(file: int, block: Tensor, position: int) -> int:
-    view: Any = memoryview(block.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-    done = 0
-    while done < len(view):
-        done += os.pwrite(file, view[done:], position + done)
-    return done

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.errors import WeightError
+from rlhf_megatron.weights.byte_runs import Run
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -162,6 +163,12 @@ class HFReader:
                 raise WeightError(f"{self.file_of(name)}: ends within {name}. It was truncated while it was read.")
             done += count
         return target
+
+    def runs(self, name: str, start: int, stop: int) -> Iterator[Run]:
+        """Where the bytes of a tensor's rows are; arguments and errors as of :meth:`rows`."""
+        place = self._rows_of(name)
+        where = str(self.file_of(name))
+        yield Run(place.file, place.position + start * place.row_bytes, (stop - start) * place.row_bytes, where)
 
     def _rows_of(self, name: str) -> _Rows:
         file = self.file_of(name)

@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.errors import WeightError
+from rlhf_megatron.weights.byte_runs import Run, copy_run
 from rlhf_megatron.weights.hf_files import DEFAULT_SHARD_BYTES, DTYPES, INDEX, SINGLE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -53,6 +54,7 @@ class HFStreamWriter:
         self._left.reverse()
         self._file: int | None = None
         self._number = -1
+        self._position = 0
 
     def __enter__(self) -> Self:
         return self
@@ -60,12 +62,12 @@ class HFStreamWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, name: str, blocks: Iterable[Tensor]) -> None:
+    def write(self, name: str, blocks: Iterable[Tensor | Run]) -> None:
         """Writes the next tensor.
 
         Args:
             name: Its name, which must be the next one of the plan.
-            blocks: Its rows in order, on the CPU, in the planned type.
+            blocks: Its rows in order, in the planned type: tensors on the CPU, or bytes of open files.
 
         Raises:
             WeightError: It is not the next one, or its rows are not as many as planned.
@@ -78,7 +80,7 @@ class HFStreamWriter:
             self._next_file(number)
         count = 0
         for block in blocks:
-            count += self._put(memoryview(block.contiguous().view(-1).view(torch.uint8).numpy()))  # pyright: ignore
+            count += self._put(block)
         if count != tensor.num_bytes:
             raise WeightError(f"{name}: {count} bytes came, {tensor.num_bytes} were planned.")
 
@@ -119,14 +121,31 @@ class HFStreamWriter:
         self.close()
         self._number = number
         self._file = os.open(self.folder / self._name(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._put(memoryview(_header(self._shards[number])))
+        header = _header(self._shards[number])
+        self._position = 0
+        self._put(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
-    def _put(self, data: memoryview) -> int:
-        """Writes all of it; Linux writes at most 2 GiB at once."""
-        done = 0
-        while self._file is not None and done < len(data):
-            done += os.write(self._file, data[done:])
-        return done
+    def _put(self, block: Tensor | Run) -> int:
+        count = 0 if self._file is None else put(block, self._file, self._position)
+        self._position += count
+        return count
+
+
+def put(block: Tensor | Run, file: int, position: int) -> int:
+    """Writes a block into an open file at a position. Returns its bytes.
+
+    Raises:
+        CheckpointError: The block is a run of bytes of a file that ends too early.
+        OSError: The disk is full, or cannot be written to.
+    """
+    if isinstance(block, Run):
+        return copy_run(block, file, position)
+    data: Any = memoryview(block.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+    done = 0
+    # Linux writes at most 2 GiB at once.
+    while done < len(data):
+        done += os.pwrite(file, data[done:], position + done)
+    return done
 
 
 def plan_shards(plan: Sequence[Planned], max_shard_bytes: int) -> list[list[Planned]]:

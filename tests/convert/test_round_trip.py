@@ -154,6 +154,17 @@ def test_vocabulary_padding_is_added_and_removed(model_folder: Any, read_folder:
     assert read_folder(tmp_path / "hf")["lm_head.weight"].shape == (VOCAB_SIZE, 64)
 
 
+def test_a_number_of_experts_that_is_not_the_checkpoints(
+    model_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer would otherwise be converted, and the rest silently lost."""
+    assert run("hf_to_megatron", model_folder("mixtral"), tmp_path / "megatron") == 0
+    file = tmp_path / "megatron/huggingface/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_local_experts": 3}))
+    assert run("megatron_to_hf", tmp_path / "megatron", tmp_path / "hf") == 3
+    assert "linear_fc2.weight of shape [4, 64, 96], where config.json says [3, 64, 96]" in capsys.readouterr().err
+
+
 def test_dry_run_writes_nothing(model_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("hf_to_megatron", model_folder("qwen2"), tmp_path / "megatron", "--dry-run") == 0
     assert "qwen2, lm head, 51 tensors" in capsys.readouterr().out

@@ -27,9 +27,7 @@ def convert(options: argparse.Namespace) -> int:
     from rlhf_megatron.checkpoint.open_model import open_megatron
 
     with tempfile.TemporaryDirectory() as scratch:
-        source, config = open_megatron(
-            options.input, options.role, options.hf_config, options.allow_unexpected, Path(scratch)
-        )
+        source, config = open_megatron(options.input, Path(scratch), **common.input_options(options))
         conversion = megatron_to_hf(
             source,
             config,

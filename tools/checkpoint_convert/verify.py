@@ -34,7 +34,7 @@ def verify(options: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         opened = [
-            open_any(path, options.role, options.hf_config, options.allow_unexpected, Path(scratch, name))
+            open_any(path, Path(scratch, name), **common.input_options(options))
             for name, path in (("first", options.first), ("second", options.second))
         ]
         first, second = (model.source for model in opened)
