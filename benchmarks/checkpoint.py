@@ -1,10 +1,14 @@
-"""Checkpoints of one role: how long a save keeps the trainer, at once and in a thread.
+"""Checkpoints: how long a save keeps the trainer, how fast they are converted, and in how much memory.
 
 `save`: the same engine is saved alternately with both; compared is the time until training may go on. Copying to host
 memory is compared with copying, writing and syncing to the disk. Both kinds are ended before the next begins, so that
 no writing falls into another's time.
 
+`convert` and `memory`: see conversion.py.
+
     python benchmarks/checkpoint.py save
+    python benchmarks/checkpoint.py convert
+    python benchmarks/checkpoint.py memory
 """
 
 import argparse
@@ -18,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import conversion
 
 RESULTS = Path(__file__).parent / "results"
 SAVE_TARGET = 0.2
@@ -117,14 +123,29 @@ def main() -> None:
     save.add_argument("--layers", type=int, default=6, help="size of the model")
     save.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     save.add_argument("--rounds", type=int, default=5)
+    convert = commands.add_parser("convert", help="conversion to and from HuggingFace, beside cp")
+    convert.add_argument("--gb", type=float, default=2.0, help="size of the model")
+    convert.add_argument("--rounds", type=int, default=5)
+    memory = commands.add_parser("memory", help="peak memory of conversion")
+    memory.add_argument("--gb", type=float, default=14.0, help="size of the model; less when the disk is too small")
     parser.add_argument("--folder", help="where to write; a temporary folder when it is not given")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        result = measure_save(Path(folder), arguments.layers, arguments.dtype, arguments.rounds) | machine()
-    print(save_table(result))
+        if arguments.command == "save":
+            result = measure_save(Path(folder), arguments.layers, arguments.dtype, arguments.rounds)
+            table, good = save_table(result), result["ratio"] <= SAVE_TARGET
+        elif arguments.command == "convert":
+            result = conversion.measure_conversion(Path(folder), int(arguments.gb * 1e9), arguments.rounds)
+            table = conversion.conversion_table(result)
+            good = min(result["speed_of_cp"].values()) >= conversion.SPEED_TARGET
+        else:
+            result = conversion.measure_memory(Path(folder), int(arguments.gb * 1e9))
+            table, good = conversion.memory_table(result), max(result["peak_bytes"].values()) < result["bound_bytes"]
+    print(table)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "checkpoint_save.json").write_text(json.dumps(result, indent=2) + "\n")
-    sys.exit(result["ratio"] > SAVE_TARGET)
+    text = json.dumps(result | machine(), indent=2) + "\n"
+    (RESULTS / f"checkpoint_{arguments.command}.json").write_text(text)
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def run(parse: Callable[[], argparse.Namespace], main: Callable[[argparse.Namesp
     """Runs a command and turns what a user can cause into one message and an exit code."""
     options = parse()
     # A job scheduler's SIGTERM shall leave nothing behind either.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         return main(options)
@@ -106,6 +106,8 @@ def run(parse: Callable[[], argparse.Namespace], main: Callable[[argparse.Namesp
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def carry_out(conversion: "Conversion", options: argparse.Namespace, what: str) -> int:
