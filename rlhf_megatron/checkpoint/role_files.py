@@ -100,10 +100,11 @@ class PendingSave:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with ChunkWriter(self._folder, self._engine.layout.index_of(rank)) as writer:
-                for shard in shards:
-                    writer.write(shard.key, shard.whole, shard.offset, shard.tensor)
+                # Before the tensors, so that a file that is cut short lacks one of those.
                 for key, content in objects:
                     writer.write_object(key, content)
+                for shard in shards:
+                    writer.write(shard.key, shard.whole, shard.offset, shard.tensor)
             self._files[writer.name] = writer.written()
             self._chunks, self._objects = writer.chunks, writer.objects
             self.bytes_written = writer.written().size

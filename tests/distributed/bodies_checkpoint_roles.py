@@ -315,7 +315,8 @@ def megatron_reads(folder: str, options: dict[str, Any], where: str) -> dict[str
         state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)}
         loaded = dist_checkpointing.load(state, where)
         for name, tensor in chunk.state_dict().items():
-            if not torch.equal(loaded["model"][name], tensor):
+            # Beside tensors there is the extra state of linear layers, which is None.
+            if tensor is not None and not torch.equal(loaded["model"][name], tensor):
                 different.append(name)
         parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
         for index, parameter in enumerate(parameters):
