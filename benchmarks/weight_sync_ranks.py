@@ -230,9 +230,11 @@ def main() -> None:
     if arguments.folder:
         rank_main(arguments)
         return
-    results = [measure(case, arguments) for case in CASES]
+    results = []
+    for case in CASES:
+        results.append(measure(case, arguments))
+        Path(arguments.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     print(table(results))
-    Path(arguments.output).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
