@@ -113,7 +113,7 @@ def run(parse: Callable[[], argparse.Namespace], main: Callable[[argparse.Namesp
 def carry_out(conversion: "Conversion", options: argparse.Namespace, what: str) -> int:
     """Says what will be written, and writes it unless that is all that was asked for."""
     plan = conversion.plan
-    print(f"{options.input}: {what}, {len(plan.tensors)} tensors, {plan.num_bytes / 1e9:.3f} GB")
+    print(f"{options.input}: {what}, {len(plan.tensors)} tensors, {amount(plan.num_bytes)}")
     if options.dry_run:
         print(f"would write {options.output}; nothing was written")
         return OK
@@ -126,6 +126,11 @@ def carry_out(conversion: "Conversion", options: argparse.Namespace, what: str) 
 def num_bytes(source: "TensorSource") -> int:
     """Bytes of all tensors."""
     return sum(math.prod(source.shape(name)) * source.dtype(name).itemsize for name in source.names())
+
+
+def amount(size: int) -> str:
+    """A number of bytes in words."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 class Progress:
@@ -146,7 +151,7 @@ class Progress:
         if self._shown:
             filled = _BAR * self.done // self.total
             bar = "#" * filled + "." * (_BAR - filled)
-            numbers = f"{100 * self.done // self.total:3d} % of {self.total / 1e9:.2f} GB"
+            numbers = f"{100 * self.done // self.total:3d} % of {amount(self.total)}"
             print(f"\r[{bar}] {numbers}  {name[:60]:60}", end="", file=sys.stderr, flush=True)
 
     def finish(self) -> str:
@@ -154,7 +159,7 @@ class Progress:
         if self._shown:
             print(file=sys.stderr)
         seconds = time.monotonic() - self._begin
-        return f"{self.done / 1e9:.3f} GB in {seconds:.1f} s"
+        return f"{amount(self.done)} in {seconds:.1f} s"
 
 
 def dtype_of(name: str | None) -> Any:

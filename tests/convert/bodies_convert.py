@@ -7,6 +7,9 @@ import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import save_file
 
+from rlhf_megatron.checkpoint.role_files import load_role, save_role
+from rlhf_megatron.weights.gather import iterate_hf
+from tests.distributed.bodies_checkpoint_roles import Role
 from tests.distributed.bodies_models import Built
 
 _OTHER_HEAD = ("lm_head.weight",)
@@ -34,6 +37,21 @@ def load(folder: str, parallel: Any, head: Any, checkpoint: str, out: str) -> No
     full = built.full()
     if built.groups.rank == 0:
         save_file(full, out)
+
+
+def load_and_save_role(folder: str, options: dict[str, Any], head: Any, checkpoint: str, out: str, again: str) -> None:
+    """Loads a role's engine, writes its full tensors to a file, and saves it with its optimizer."""
+    role = Role(folder, options, head)
+    with torch.no_grad(), role.engine.resident(train=True):
+        for chunk in role.engine.chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(77.0)
+    load_role(role.engine, Path(checkpoint), ["model"])
+    buckets = iterate_hf(role.engine.chunks, role.engine.shape, role.groups, 1 << 20)
+    full = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+    if role.groups.rank == 0:
+        save_file(full, out)
+    save_role(role.engine, Path(again), ["model", "optimizer"], asynchronous=False)
 
 
 def _state(built: Built, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,30 @@ def test_megatron_loads_ours(case: str, world4: World, model_folder: Any, read_f
     assert all(torch.equal(got[key], tensor) for key, tensor in wanted.items())
 
 
+ROLES = {
+    "dense": ("qwen2", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "lm"),
+    "experts": ("qwen3_moe", {"expert_model_parallel_size": 4}, "lm"),
+    "value": ("reward_tied", {"tensor_model_parallel_size": 2}, "value"),
+}
+
+
+@pytest.mark.parametrize("case", ROLES)
+def test_a_role_loads_ours_and_its_own_is_converted(
+    case: str, world4: World, model_folder: Any, read_folder: Read, tmp_path: Path
+) -> None:
+    """The role's checkpoint has its optimizer's tensors beside the model's."""
+    name, options, head = ROLES[case]
+    source = model_folder(name)
+    assert run("hf_to_megatron", source, tmp_path / "megatron") == 0
+    checkpoint, out, again = (str(tmp_path / part) for part in ("megatron/dist_ckpt", "full.safetensors", "again"))
+    world4.run(_BODIES + "load_and_save_role", str(source), options, head, checkpoint, out, again)
+    assert run("megatron_to_hf", again, tmp_path / "hf", "--hf-config", source) == 0
+    wanted = read_folder(source)
+    for got in (load_file(out), read_folder(tmp_path / "hf")):
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[key], tensor) for key, tensor in wanted.items())
+
+
 @pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_keys_are_those_of_megatron(name: str, world4: World, model_folder: Any, tmp_path: Path) -> None:
     """Our checkpoint has every tensor and object that Megatron-Core saves, and of tensors only a norm's second name."""
