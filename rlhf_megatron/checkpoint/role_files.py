@@ -15,13 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_megatron.checkpoint.load_plan import LoadPlan, role_shards
 from rlhf_megatron.checkpoint.rank_files import ChunkWriter, WrittenChunk, WrittenFile, WrittenObject, close_checkpoint
@@ -34,6 +36,8 @@ from rlhf_megatron.parallel.collectives import all_gather_object, broadcast_obje
 T = TypeVar("T")
 
 _ALIGNMENT = 64
+# Host memory of each engine's last asynchronous save, kept for the next: taking it (pinned, next to a GPU) is slow.
+_spare_memory: WeakKeyDictionary[MegatronEngine, Tensor] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,14 @@ class PendingSave:
             self._error = f"rank {rank}: {type(error).__name__}: {error}"
 
     def _start(self, shards: Sequence[Shard], objects: Sequence[tuple[str, bytes]]) -> None:
-        self._thread = threading.Thread(
-            target=self._write, args=(shards, objects), name="checkpoint-writer", daemon=True
-        )
+        """Copies to host memory, and writes from there in a thread."""
+        staged, memory = _stage(self._engine, shards)
+
+        def write() -> None:
+            self._write(staged, objects)
+            _spare_memory[self._engine] = memory
+
+        self._thread = threading.Thread(target=write, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def _close(self) -> str | None:
@@ -153,8 +162,8 @@ def save_role(engine: MegatronEngine, folder: Path, contents: Collection[str], *
         folder: Where to; made if need be. It must hold no checkpoint.
         contents: ``model`` for the parameters, ``optimizer`` for moments, fp32 masters, schedule and counters. Other
             names are not this function's and are ignored; with neither of the two nothing is written.
-        asynchronous: Copy to host memory and write in a thread. Otherwise all is written, and the save ended, before
-            it returns.
+        asynchronous: Copy to host memory, which is kept for the next save, and write in a thread. Otherwise all is
+            written, and the save ended, before it returns.
 
     Returns:
         The save. If asynchronous, every rank of the role must call its `wait` before the folder is a checkpoint.
@@ -180,7 +189,7 @@ def save_role(engine: MegatronEngine, folder: Path, contents: Collection[str], *
         common = common_state(engine, with_optimizer=with_optimizer)
         save = PendingSave(engine, folder, common, step)
         if asynchronous:
-            save._start(_staged(shards), objects)
+            save._start(shards, objects)
         else:
             save._write(shards, objects)
     if not asynchronous:
@@ -215,25 +224,32 @@ def load_role(engine: MegatronEngine, folder: Path, contents: Collection[str]) -
         _together(engine, plan.run, " Loading had begun: do not use this engine any more.")
 
 
-def _staged(shards: Sequence[Shard]) -> list[Shard]:
-    """The same with copies of their numbers in host memory, all in one piece of it."""
+def _stage(engine: MegatronEngine, shards: Sequence[Shard]) -> tuple[list[Shard], Tensor]:
+    """Shards with copies of their numbers in host memory, and that memory: one piece, the last save's if it fits."""
     starts, size = [], 0
     for shard in shards:
         starts.append(size)
         size += -(-shard.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     on_gpu = any(shard.tensor.device.type == "cuda" for shard in shards)
-    # numpy asks for huge pages, which are several times faster to take than torch's small ones.
-    arena = (
-        torch.empty(size, dtype=torch.uint8, pin_memory=True) if on_gpu else torch.from_numpy(np.empty(size, np.uint8))
-    )
+    memory = _spare_memory.pop(engine, None)
+    if memory is None or memory.nbytes < size:
+        # numpy asks for huge pages, which are several times faster to take than torch's small ones.
+        memory = (
+            torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            if on_gpu
+            else torch.from_numpy(np.empty(size, np.uint8))
+        )
+    # Cut by numpy: each part is a storage of its own then, which `torch.save` need not copy once more.
+    parts = memory.numpy()
     staged = []
     for start, shard in zip(starts, shards, strict=True):
-        host = arena[start : start + shard.tensor.nbytes].view(shard.tensor.dtype).view(shard.tensor.shape)
+        part = torch.from_numpy(parts[start : start + shard.tensor.nbytes])
+        host = part.view(shard.tensor.dtype).view(shard.tensor.shape)
         host.copy_(shard.tensor, non_blocking=True)
-        staged.append(Shard(shard.key, shard.whole, shard.offset, host, shard.is_main))
+        staged.append(replace(shard, tensor=host))
     if on_gpu:
         torch.cuda.synchronize()
-    return staged
+    return staged, memory
 
 
 def _together(engine: MegatronEngine, work: Callable[[], T], consequence: str) -> T:
