@@ -15,7 +15,9 @@ from rlhf_megatron.errors import OutputError
 def new_folder(
     target: str | Path, *, needed_bytes: int = 0, force: bool = False, keep: Sequence[Path] = ()
 ) -> Iterator[Path]:
-    """Gives a folder to write into, which takes its final name when the block ends well and is gone when it does not.
+    """Gives a folder to write into; it takes its final name when the block ends well, and is gone when it does not.
+
+    Its files are brought to the disk before.
 
     Args:
         target: The final name.
@@ -44,6 +46,7 @@ def new_folder(
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir()
                 yield aside
+                _make_tree_durable(aside)
                 publish(aside, target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -123,8 +126,14 @@ def _errors(target: Path, needed_bytes: int) -> Iterator[None]:
         raise OutputError(f"{target}: {message}") from error
 
 
-def _make_durable(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _make_tree_durable(folder: Path) -> None:
+    """Brings all files to the disk: at the end and one after another, so that a journal has to be written once."""
+    for path in [*folder.rglob("*"), folder]:
+        _make_durable(path)
+
+
+def _make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

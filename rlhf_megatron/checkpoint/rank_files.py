@@ -160,7 +160,12 @@ class ChunkWriter:
 
 
 def close_checkpoint(
-    folder: Path, chunks: Iterable[WrittenChunk], common: dict[str, Any], objects: Iterable[WrittenObject] = ()
+    folder: Path,
+    chunks: Iterable[WrittenChunk],
+    common: dict[str, Any],
+    objects: Iterable[WrittenObject] = (),
+    *,
+    sync: bool = True,
 ) -> dict[str, WrittenFile]:
     """Writes what makes a folder of chunks a checkpoint.
 
@@ -169,6 +174,7 @@ def close_checkpoint(
         chunks: Those of all writers.
         common: What is no tensor; `torch.load(weights_only=True)` must be able to read it.
         objects: What is neither a tensor nor common, of all writers.
+        sync: Whether to bring these files to the disk; off for who does so for the whole folder.
 
     Returns:
         The files that were written, by name.
@@ -188,9 +194,10 @@ def close_checkpoint(
     for name, content in contents.items():
         stream = _HashedFile(folder / name)
         stream.write(content)
-        stream.close(sync=True)
+        stream.close(sync=sync)
         files[name] = stream.written()
-    _sync_folder(folder)
+    if sync:
+        _sync_folder(folder)
     return files
 
 

@@ -39,7 +39,8 @@ class Planned:
 class HFStreamWriter:
     """Writes planned tensors, in the order of the plan, to one file or to several with an index.
 
-    Files have their final names at once, so the folder must be one that nobody reads yet.
+    Files have their final names at once and are not brought to the disk, so the folder must be one that nobody reads
+    yet, and whose maker sees to that.
 
     Args:
         folder: An existing folder.
@@ -85,7 +86,7 @@ class HFStreamWriter:
             raise WeightError(f"{name}: {count} bytes came, {tensor.num_bytes} were planned.")
 
     def finish(self) -> tuple[Path, ...]:
-        """Makes the files durable and writes the index when there are several.
+        """Closes the last file and writes the index when there are several.
 
         Returns:
             The files, in order.
@@ -105,13 +106,10 @@ class HFStreamWriter:
         return tuple(self.folder / self._name(number) for number in range(len(self._shards)))
 
     def close(self) -> None:
-        """Closes the file being written, after making it durable."""
+        """Closes the file being written."""
         if self._file is not None:
             file, self._file = self._file, None
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+            os.close(file)
 
     def _name(self, number: int) -> str:
         count = len(self._shards)
