@@ -47,12 +47,15 @@ def make_folder(folder: Path, num_bytes: int, *, large: bool = False) -> dict[st
         for name, shape in zip(item.hf, item.slicing.shapes, strict=True)
     ]
     generator = torch.Generator().manual_seed(0)
+    pool = torch.randint(0, 2**15, (2**25,), dtype=torch.int16, generator=generator).view(torch.bfloat16)
 
     def rows(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Blocks of rows, each from another place of the pool."""
         for start in range(0, shape[0], 1024):
-            yield torch.randint(
-                0, 2**15, (min(1024, shape[0] - start), *shape[1:]), dtype=torch.int16, generator=generator
-            ).view(torch.bfloat16)
+            block = (min(1024, shape[0] - start), *shape[1:])
+            length = torch.Size(block).numel()
+            first = int(torch.randint(0, len(pool) - length, (), generator=generator))
+            yield pool[first : first + length].view(block)
 
     with HFStreamWriter(folder, plan) as writer:
         for tensor in plan:
@@ -133,14 +136,20 @@ def measure_memory(folder: Path, num_bytes: int) -> dict[str, Any]:
 
 
 def peak_of(command: list[str]) -> int:
-    """Runs a command. Returns its peak resident memory in bytes, files that it maps included."""
+    """Runs a command. Returns its peak resident memory in bytes, files that it maps included.
+
+    The kernel's high-water mark, asked for until the end: a child's `ru_maxrss` begins with its parent's memory.
+    """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    status, peak = Path(f"/proc/{process.pid}/status"), 0
+    while process.poll() is None:
+        marks = [line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:")]
+        # In KiB. A process that has just ended has none.
+        peak = max([peak, *(int(mark.split()[1]) * 1024 for mark in marks)])
+        time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    # Linux reports KiB.
-    return usage.ru_maxrss * 1024
+    return peak
 
 
 def copy(source: Path, target: Path) -> None:
